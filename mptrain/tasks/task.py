@@ -1,0 +1,50 @@
+"""What the loop needs to know of a family, and nothing more.
+
+A task holds its networks and its data, turns a batch into losses and a test set into a metric. It never sees a
+number format: whether a matmul ran in FP16 or FP32 is decided around it.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from mptrain.data.dataset import Batch, Dataset
+
+
+class Task:
+    """One family: networks, data, losses, metric."""
+
+    metric: str
+    higher_is_better: bool
+    margin: float
+    """difference from FP32 that counts as equal, in the metric's own unit"""
+    unit: str
+    """what throughput counts, e.g. "images" """
+    models: dict[str, nn.Module]
+    """one entry per optimizer"""
+    train_set: Dataset
+    test_set: Dataset
+
+    def losses(self, batch: Batch) -> Iterator[tuple[str, Tensor]]:
+        """Yields (key of `models`, FP32 scalar mean loss); backward and step of one come before the next is computed."""
+        raise NotImplementedError
+
+    def size(self, batch: Batch) -> int:
+        """Number of units in the batch: its weight in accumulation, and what throughput counts."""
+        raise NotImplementedError
+
+    def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """The metric under its name, and side numbers, over all of the batches; the same for every batch size."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whatever else must survive a resume, in plain tensors and containers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+    def finish(self, folder: Path) -> None:
+        """Writes artefacts of the trained networks, e.g. a picture, into the run's folder."""
