@@ -1,0 +1,105 @@
+"""`mptrain compare [FOLDER ...]`: put the runs in these folders beside their FP32 baseline."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from mptrain.errors import UserError
+from mptrain.results.between import Pair, between_blocks, pair_up
+from mptrain.results.csvfile import write_csv
+from mptrain.results.document import Document
+from mptrain.results.markdown import markdown
+from mptrain.results.row import Row
+from mptrain.results.runs import find_runs
+from mptrain.results.summary import clean
+from mptrain.results.table import build_table
+from mptrain.results.terminal import print_document
+from mptrain.results.webpage import webpage
+from mptrain.results.words import document_of
+
+DESCRIPTION = """\
+Print the runs found below the folders as tables: one table for each set of runs that may be compared (same recipe,
+data, steps, batch size, settings, device and torch version), one line for each precision and loss scale, each beside
+the FP32 runs of the same table. Runs that are in no table are listed with the reason."""
+
+READING = """\
+how to read it:
+  metric      mean over seeds +- standard deviation; the range for two seeds
+  minus fp32  mean difference paired by seed, with its 95 % confidence interval (paired t)
+  verdict     equal: shown to lie within the margin (two one-sided tests, 5 %); better or worse: the interval
+              excludes zero; undecided: neither is shown, and more seeds are needed
+  ratio       throughput or peak memory over that of FP32; n/a where one of the two was not measured
+  arithmetic  native or emulated, and the dtypes of matrix products, softmax, norms and loss
+
+exit status: 0 with a table; 1 if there is nothing to compare or a folder cannot be read; 2 for a wrong option"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of `mptrain compare`."""
+    result = argparse.ArgumentParser(
+        "mptrain compare", description=DESCRIPTION, epilog=READING, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("folders", metavar="FOLDER", nargs="*", help="where to look for runs (default: results/runs)")
+    result.add_argument("--baseline", metavar="PRECISION", default="fp32", help="compare with it (default: fp32)")
+    result.add_argument("--between", action="store_true", help="also put the second of two FOLDERs beside the first")
+    result.add_argument("--csv", metavar="FILE", help="write every line with all its digits, and the runs left out")
+    result.add_argument("--md", metavar="FILE", help="write the tables as Markdown")
+    result.add_argument("--html", metavar="FILE", help="write the tables as a web page of one file")
+    return result
+
+
+def compare(argv: list[str]) -> int:
+    """Run the command; the exit status is 0 with a table, 1 with nothing to compare, 2 for a wrong option."""
+    try:
+        options = parser().parse_args(argv)
+    except SystemExit as stop:  # --help, or an option that argparse has explained already
+        return int(stop.code or 0)
+    try:
+        return _compare(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # the reader, `head` for instance, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    folders = [Path(folder) for folder in options.folders or ["results/runs"]]
+    if options.between and len(folders) != 2:
+        raise UserError(
+            f"--between takes two folders, got {len(folders)}; type: mptrain compare FIRST SECOND --between."
+        )
+    runs, excluded = find_runs(folders)
+    names = clean(", ".join(map(str, folders)))
+    if not runs and not excluded:
+        raise UserError(f"There is no run in {names}; make one: mptrain +recipe=resnet precision=fp32.")
+    table = build_table(runs, excluded, options.baseline)
+    document = document_of(table)
+    if options.between:
+        first, second = (build_table(*find_runs([folder]), options.baseline) for folder in folders)
+        pairs, alone = pair_up(first, second)
+        blocks = between_blocks(pairs, *(clean(str(folder)) for folder in folders))
+        lists = {**document.lists, **({"In one of the two folders only": alone} if alone else {})}
+        document = Document(document.blocks + blocks, lists)
+        if options.csv:
+            _write(str(Path(options.csv).with_suffix("")) + "-between.csv", write_csv(pairs, Pair))
+    if options.csv:
+        _write(options.csv, write_csv(table.rows, Row))
+    if options.md:
+        _write(options.md, markdown(document))
+    if options.html:
+        _write(options.html, webpage(document, "mptrain: runs compared"))
+    print_document(document)
+    if not table.groups:
+        raise UserError(f"No run in {names} has a result to compare; the list above says why.")
+    return 0
+
+
+def _write(file: str, text: str) -> None:
+    try:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"Cannot write {clean(file)} ({error.strerror}); give a file that may be written.") from error
