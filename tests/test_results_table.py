@@ -300,6 +300,20 @@ def test_another_baseline(tmp_path):
     assert "minus bf16" in printed(found)
 
 
+def test_a_baseline_nobody_ran_is_a_mistake(tmp_path, capsys):
+    put(tmp_path / "a", summary())
+    assert compare([str(tmp_path), "--baseline", "fp31"]) == 1
+    assert (
+        capsys.readouterr().err == "No run has precision fp31; there are fp32. Type: mptrain compare --baseline fp32.\n"
+    )
+
+
+def test_seeds_without_partner_are_said(tmp_path):
+    found = table(summary(seed=0), fp16(seed=0), fp16(seed=1), folder=tmp_path)
+    assert (row(found, "fp16", "8").finished, row(found, "fp16", "8").pairs) == (2, 1)
+    assert "fp16, scale 8: compared over the 1 of its 2 seeds that fp32 has" in printed(found)
+
+
 def test_a_precision_that_did_not_take_effect_is_said(tmp_path):
     assert "fp16, scale 8: its matrix products ran in float32" in printed(
         table(fp16(dtypes={"matmul": "float32"}), folder=tmp_path)

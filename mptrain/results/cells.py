@@ -64,8 +64,6 @@ def _difference(row: Row) -> Cell:
     digits = decimals(row.margin)
     low, high = row.difference_low, row.difference_high
     detail = "" if low is None else f"{low:+.{digits}f}..{high:+.{digits}f}"
-    if row.pairs != row.finished:
-        detail = f"{detail} ({row.pairs} of {row.finished} seeds)".strip()
     return Cell(f"{row.difference:+.{digits}f}", detail)
 
 

@@ -75,6 +75,12 @@ def _compare(options: argparse.Namespace) -> int:
     names = clean(", ".join(map(str, folders)))
     if not runs and not excluded:
         raise UserError(f"There is no run in {names}; make one: mptrain +recipe=resnet precision=fp32.")
+    precisions = sorted({run.precision for run in runs})
+    if runs and options.baseline not in ["fp32", *precisions]:
+        raise UserError(
+            f"No run has precision {clean(options.baseline)}; there are {', '.join(precisions)}. "
+            f"Type: mptrain compare --baseline {precisions[0]}."
+        )
     table = build_table(runs, excluded, options.baseline)
     document = document_of(table)
     if options.between:

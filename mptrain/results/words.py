@@ -60,6 +60,10 @@ def group_notes(group: Group) -> list[str]:
     for row in group.rows:
         if row.diverged:
             lines.append(f"{_name(row)}: {row.status}: {row.reason}")
+        if row.pairs is not None and row.pairs != row.finished:
+            lines.append(
+                f"{_name(row)}: compared over the {row.pairs} of its {row.finished} seeds that {row.baseline} has"
+            )
         if row.precision.startswith(("fp16", "bf16")) and row.matmul == "float32":
             lines.append(f"{_name(row)}: its matrix products ran in float32")
     return lines
