@@ -101,7 +101,7 @@ def numbered(
             except OSError:
                 if not kept.is_dir():
                     raise
-    return tuple(np.memmap(kept / name, np.int32, mode="r") for name in ("train", "test"))
+    return np.memmap(kept / "train", np.int32, mode="r"), np.memmap(kept / "test", np.int32, mode="r")
 
 
 def counts(sentences: Iterable[str]) -> Counter[str]:

@@ -59,7 +59,12 @@ class Stream(Dataset):
         """`words` and `targets` (batch, window), how many `tokens` to predict, whether it is the `first` batch of an
         epoch; with a sampled softmax also `sampled` (samples,) and in how many `tries` they were drawn."""
         text = torch.from_numpy(self.words[key.indices[:, None] + np.arange(self.window + 1)].astype(np.int64))
-        batch = {"words": text[:, :-1], "targets": text[:, 1:], "tokens": text[:, 1:].numel(), "first": key.first}
+        batch: dict[str, torch.Tensor | int | bool] = {
+            "words": text[:, :-1],
+            "targets": text[:, 1:],
+            "tokens": text[:, 1:].numel(),
+            "first": key.first,
+        }
         if self.sampled:
             words, tries = log_uniform_sample(self.sampled, self.vocabulary, key.rng())
             batch |= {"sampled": torch.from_numpy(words), "tries": tries}

@@ -85,9 +85,10 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, layers)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        nn.init.normal_(self.mlp[0].weight, std=(2 * width) ** -0.5)
-        nn.init.normal_(self.mlp[2].weight, std=width**-0.5 * (2 * layers) ** -0.5)
+        wide, narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(wide, nn.GELU(), narrow)
+        nn.init.normal_(wide.weight, std=(2 * width) ** -0.5)
+        nn.init.normal_(narrow.weight, std=width**-0.5 * (2 * layers) ** -0.5)
 
     def forward(self, x: Tensor, visible: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), visible)

@@ -51,15 +51,15 @@ class LSTMLanguageModel(nn.Module):
     ) -> tuple[Tensor, State]:
         """Returns logits and the state after the last word of `words` (batch, time).
 
-        Without `sampled` the logits are (batch, time, vocabulary). With it they are (batch, time, 1 + samples): the
-        `targets` (batch, time) first, then the `sampled` words (samples,), the same for every position.
+        Without `targets` and `sampled` the logits are (batch, time, vocabulary). With them they are (batch, time,
+        1 + samples): the `targets` (batch, time) first, then the `sampled` words (samples,), the same everywhere.
         """
         x = self.dropout(self.embedding(words))
         if state is not None:
             state = (state[0].to(x.dtype), state[1].to(x.dtype))
         x, state = self.run(x, state)
         x = self.dropout(x)
-        if sampled is None:
+        if targets is None or sampled is None:
             return self.output(x), state
         of_sampled = F.linear(x, F.embedding(sampled, self.output.weight), self.output.bias[sampled])
         of_target = (x * F.embedding(targets, self.output.weight)).sum(-1) + self.output.bias[targets]

@@ -31,6 +31,9 @@ class Language(Task):
     margin = 1.0
     unit = "tokens"
 
+    train_set: text.Stream
+    test_set: text.Documents
+
     def __init__(self, model: torch.nn.Module, train_set: text.Stream, test_set: text.Documents):
         self.model = model
         self.models = {"model": model}
