@@ -28,7 +28,7 @@ class Task:
     test_set: Dataset
 
     def losses(self, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-        """Yields (key of `models`, FP32 scalar mean loss); backward and step of one come before the next is computed."""
+        """Yields (key of `models`, FP32 scalar mean loss); the loop steps before it asks for the next one."""
         raise NotImplementedError
 
     def size(self, batch: Batch) -> int:

@@ -1,0 +1,268 @@
+"""The typed configuration of a run, and every complaint about a command line in one message.
+
+Nothing here imports torch: a wrong command line is answered before anything slow happens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mptrain.errors import UserError
+from mptrain.precision import modes
+from mptrain.precision.modes import Precision
+
+OPTIMIZERS = ("sgd", "adam", "adamw", "adagrad", "rmsprop")
+SCHEDULES = ("constant", "cosine", "linear", "onecycle", "step", "exponential")
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class _Open(_Model):
+    """Takes further keys: options of the thing it names."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class TaskConfig(_Open):
+    name: str
+
+
+class OptimizerConfig(_Open):
+    name: Literal[OPTIMIZERS]  # type: ignore[valid-type]
+    lr: NotNegative
+
+
+class ScheduleConfig(_Open):
+    name: Literal[SCHEDULES]  # type: ignore[valid-type]
+    warmup: Whole = 0
+
+
+class EvalConfig(_Model):
+    every: Count | None
+    batch_size: Count
+    precision: Literal["fp32", "same"]
+
+
+class ScalingConfig(_Model):
+    init: Positive = 65536.0
+    growth: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 2.0
+    backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    interval: Count = 2000
+    floor: NotNegative = 1.0
+    ceiling: Positive | None = None
+    hysteresis: Count = 1
+    consecutive: bool = False
+    tolerance: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class Config(_Model):
+    """One run. Fields are explained in configs/config.yaml."""
+
+    recipe: str
+    task: TaskConfig
+    data: str
+    data_dir: str | None
+    steps: Count
+    batch_size: Count
+    accumulate: Count
+    clip: Positive | None
+    ema: Share | None
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    eval: EvalConfig
+    paper: dict[str, Any]
+    precision: dict[str, Any]
+    scale: float | str | None
+    scaling: ScalingConfig
+    max_skips: Count
+    count: bool
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+    threads: Count | None
+    workers: Whole
+    results: str
+    out: str | None
+    warmup: Whole
+    log_every: Count
+    checkpoint_every: Count
+    tensorboard: bool
+    progress: bool | Literal["auto"]
+
+    @cached_property
+    def numbers(self) -> Precision:
+        """The precision as the object that acts."""
+        return Precision.from_mapping(self.precision)
+
+    @property
+    def scale_name(self) -> str:
+        """ "none", "dynamic" or the static number."""
+        scale = self.numbers.scale if self.scale is None else self.scale
+        return scale if isinstance(scale, str) else f"{scale:g}"
+
+    @property
+    def scale_label(self) -> str:
+        """The scale as tables print it, with what differs from the default settings."""
+        if self.scale_name != "dynamic":
+            return self.scale_name
+        return " ".join(["dynamic", *_changed(self.scaling)])
+
+    def decisive(self) -> dict[str, Any]:
+        """All that decides what is computed: a run's folder holds one value of this."""
+        return self.model_dump(exclude=COSMETIC)
+
+    def identity(self) -> str:
+        """Eight digits that stand for `decisive`, in the name of the run's folder."""
+        return _digest(self.decisive())
+
+    def comparable(self) -> str:
+        """Stands for everything but precision, scale and seed: what runs in one table have in common."""
+        return _digest(self.model_dump(exclude=COSMETIC | {"precision", "scale", "scaling", "seed", "paper", "count"}))
+
+    def folder(self) -> Path:
+        """Where the run goes, as an absolute path."""
+        if self.out is not None:
+            return Path(self.out).absolute()
+        scale = self.scale_label.replace(" ", "-").replace("=", "")
+        name = f"{self.recipe}-{self.numbers.name}-scale_{scale}-seed{self.seed}-{self.identity()}"
+        return Path(self.results).absolute() / name
+
+
+COSMETIC = {"results", "out", "log_every", "checkpoint_every", "tensorboard", "progress", "workers", "warmup", "paper"}
+"""Settings that may change between a run and its resumption: they change no weight."""
+
+
+def _changed(scaling: ScalingConfig) -> list[str]:
+    default = ScalingConfig()
+    return [f"{k}={v:g}" for k, v in scaling if v != getattr(default, k)]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def check(values: Mapping[str, Any], baseline: Mapping[str, Any] | None = None) -> Config:
+    """Plain data as a typed Config; raises UserError with every complaint in one message.
+
+    baseline: the same data before the command line changed it; options of tasks, optimizers and schedules have to
+    keep the type they have there.
+    """
+    complaints: list[str] = []
+    config = None
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        complaints += [_sentence(e) for e in error.errors()]
+    complaints = list(dict.fromkeys(complaints))
+    complaints += modes.complaints_about(values.get("precision") or {})
+    complaints += _about_scale(values)
+    for section in ("task", "optimizer", "schedule"):
+        before = (baseline or {}).get(section) or {}
+        complaints += _about_options(section, values.get(section) or {}, before)
+    if complaints or config is None:
+        raise UserError("\n".join(complaints))
+    return config
+
+
+def _about_scale(values: Mapping[str, Any]) -> list[str]:
+    scale = values.get("scale")
+    settings = values.get("scaling") or {}
+    effective = (values.get("precision") or {}).get("scale", "none") if scale is None else scale
+    found = []
+    if isinstance(scale, bool) or (isinstance(scale, str) and scale not in ("dynamic", "none")):
+        found.append(f"scale={scale}: give a positive number (static), dynamic or none")
+    elif isinstance(scale, (int, float)) and not 2.0**-126 <= scale <= 2.0**126:
+        found.append(f"scale={scale}: give a positive number (static; a power of two is exact), dynamic or none")
+    elif effective != "dynamic":
+        default = ScalingConfig()
+        for key, value in settings.items():
+            if value != getattr(default, key, value):
+                found.append(f"scaling.{key}={value} has no effect with scale={effective}; set scale=dynamic")
+    low, high, init = settings.get("floor"), settings.get("ceiling"), settings.get("init")
+    if all(isinstance(v, (int, float)) for v in (low, high)) and low > high:  # type: ignore[operator]
+        found.append(f"scaling.floor={low} is above scaling.ceiling={high}")
+    if isinstance(init, (int, float)) and isinstance(high, (int, float)) and init > high:
+        found.append(f"scaling.init={init} is above scaling.ceiling={high}")
+    return found
+
+
+def _about_options(section: str, options: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
+    """An option keeps the type it has in the yaml; numbers are finite, and not negative where the yaml's is not."""
+    found = []
+    for key, value in options.items():
+        default = baseline.get(key)
+        name = f"{section}.{key}"
+        if isinstance(value, float) and not math.isfinite(value):
+            found.append(f"{name}={value}: give a finite number")
+        elif default is None or value is None or key in ("name", "lr", "warmup"):
+            continue
+        elif not _same_type(value, default):
+            found.append(f"{name}={value}: give {_kind(default)}, as {default} is")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0 <= default:
+            found.append(f"{name}={value}: give a number that is not negative")
+    return found
+
+
+def _same_type(value: Any, default: Any) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, (int, float))
+    return isinstance(value, type(default))
+
+
+def _kind(default: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"}
+    return names.get(type(default), "a mapping")
+
+
+def _sentence(error: Any) -> str:
+    """A pydantic error in our words: what was given, what is allowed."""
+    place = [str(part) for part in error["loc"] if not _is_branch(part)]
+    name, given, kind, limits = ".".join(place), error["input"], error["type"], error.get("ctx", {})
+    if kind == "missing" or given is None:
+        return f"{name} is not set; a recipe sets it (mptrain +recipe=NAME), or give {name}=..."
+    if kind == "extra_forbidden":
+        return f"{name} is unknown"
+    allowed = {
+        "int_type": "a whole number",
+        "int_from_float": "a whole number",
+        "float_type": "a number",
+        "finite_number": "a finite number",
+        "bool_type": "true or false",
+        "string_type": "text",
+        "dict_type": "a mapping",
+        "greater_than_equal": f"a number of {limits.get('ge')} or more",
+        "greater_than": f"a number above {limits.get('gt')}",
+        "less_than": f"a number below {limits.get('lt')}",
+        "less_than_equal": f"a number of at most {limits.get('le')}",
+        "literal_error": f"one of {limits.get('expected', '')}".replace("'", ""),
+        "string_pattern_mismatch": "auto, cpu, cuda or cuda:N",
+    }.get(kind, error["msg"])
+    return f"{name}={given}: give {allowed}"
+
+
+def _is_branch(part: Any) -> bool:
+    """Whether pydantic means a branch of a union by this part of an error's place."""
+    return isinstance(part, str) and (
+        part in ("bool", "str", "float", "int") or part.startswith(("literal[", "constrained"))
+    )

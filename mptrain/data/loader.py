@@ -1,0 +1,89 @@
+"""Batches in a reproducible order, from any position: what a run trains on, in windows of one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from mptrain.data.dataset import Batch, BatchKey, Dataset
+
+
+class Loader:
+    """Endless windows of `accumulate` batches; the last window of an epoch takes what is left.
+
+    The order is shuffled from (seed, epoch) alone, so `epoch` and `position` are all there is to save.
+    """
+
+    def __init__(
+        self, dataset: Dataset, batch_size: int, accumulate: int, seed: int, workers: int = 0, pin: bool = False
+    ):
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.accumulate = accumulate
+        self.seed = seed
+        self.workers = workers
+        self.pin = pin
+        self.epoch = 0
+        self.position = 0
+
+    def windows(self) -> Iterator[list[Batch]]:
+        """From the current position on; `epoch` and `position` count what was handed out."""
+        while True:
+            order = self.dataset.epoch(self.batch_size, np.random.default_rng((self.seed, self.epoch)))
+            batches = self._fetch(order, self.position)
+            while self.position < len(order):
+                count = min(self.accumulate, len(order) - self.position)
+                window = [next(batches) for _ in range(count)]
+                self.position += count
+                if self.position == len(order):
+                    self.epoch, self.position = self.epoch + 1, 0
+                    yield window
+                    break
+                yield window
+
+    def _fetch(self, order: list[np.ndarray], start: int) -> Iterator[Batch]:
+        keys = (
+            BatchKey(order[i], (self.seed, self.epoch, i), first=i == 0, train=True) for i in range(start, len(order))
+        )
+        if self.workers == 0:
+            return (self.dataset.__getitems__(key) for key in keys)
+        return iter(
+            DataLoader(
+                self.dataset,  # type: ignore[arg-type]
+                batch_sampler=list(keys),  # type: ignore[arg-type]
+                collate_fn=_as_is,
+                num_workers=self.workers,
+                pin_memory=self.pin,
+            )
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.position = state["epoch"], state["position"]
+
+
+def _as_is(batch: Batch) -> Batch:
+    return batch
+
+
+def mover(device: torch.device) -> Callable[[Batch], Batch]:
+    """A function that brings a batch to the device, whatever it is made of."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device, non_blocking=True)
+        if isinstance(value, dict):
+            return {key: move(item) for key, item in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(move(item) for item in value))
+        if isinstance(value, (tuple, list)):
+            return type(value)(move(item) for item in value)
+        return value
+
+    return _as_is if device.type == "cpu" else move

@@ -1,0 +1,1 @@
+"""How numbers are kept: formats, the op policy, arithmetic, storage and loss scaling."""

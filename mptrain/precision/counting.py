@@ -1,0 +1,116 @@
+"""What rounding does to every product, counted exactly, per layer and direction.
+
+The emulation holds each result before and after it is rounded to 16 bits, so nothing has to be guessed from zeros:
+a value that was nonzero and became zero was flushed, whatever ReLU and padding zeroed before it was not.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from mptrain.precision.formats import OF_DTYPE
+
+DIRECTIONS = ("forward", "grad_input", "grad_weight")
+KINDS = ("values", "zero", "flushed", "subnormal", "overflowed", "nonfinite")
+"""of a tensor's values: all; exactly zero before rounding; nonzero before and zero after; nonzero after and below
+the smallest normal; finite before and infinite after; infinite or NaN before"""
+
+
+def count(before: Tensor, after: Tensor) -> Tensor:
+    """The numbers of KINDS as an int64 tensor, left on the device."""
+    size = torch.abs(after)
+    finite = before.isfinite()
+    zero = before == 0
+    return torch.stack([
+        torch.tensor(before.numel(), device=before.device),
+        zero.sum(),
+        (~zero & (after == 0)).sum(),
+        ((size > 0) & (size < OF_DTYPE[after.dtype].smallest_normal)).sum(),
+        (finite & ~after.isfinite()).sum(),
+        (~finite).sum(),
+    ])  # fmt: skip
+
+
+class Counter:
+    """Adds up `count` per layer and direction; layers are named by the module that was running."""
+
+    def __init__(self) -> None:
+        self.totals: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.tensor(0))
+        self._running: list[str] = [""]
+
+    def watch(self, models: Iterable[tuple[str, nn.Module]]) -> list:
+        """Learns the names of all modules; returns the hooks' handles, to be removed by the caller."""
+        handles = []
+        for prefix, model in models:
+            for name, module in model.named_modules():
+                path = ".".join(part for part in (prefix, name) if part)
+                handles.append(module.register_forward_pre_hook(lambda m, a, path=path: self._running.append(path)))
+                handles.append(module.register_forward_hook(lambda m, a, o: self._leave(), always_call=True))
+        return handles
+
+    def _leave(self) -> None:
+        self._running.pop()
+
+    def site(self) -> "Site":
+        """One operation of the layer that is running now."""
+        return Site(self, self._running[-1])
+
+    def add(self, layer: str, direction: str, before: Tensor, after: Tensor) -> None:
+        self.totals[layer, direction] = self.totals[layer, direction] + count(before, after)
+
+    def table(self) -> list[dict]:
+        """One row per layer and direction: {layer, direction, values, zero, flushed, ...}; waits for the device."""
+        order = sorted(self.totals, key=lambda key: (key[0], DIRECTIONS.index(key[1])))
+        return [
+            {"layer": layer, "direction": direction}
+            | dict(zip(KINDS, self.totals[layer, direction].tolist(), strict=True))
+            for layer, direction in order
+        ]
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"\n".join(key): torch.as_tensor(value).tolist() for key, value in self.totals.items()}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.totals.clear()
+        for key, value in state.items():
+            layer, direction = key.split("\n")
+            self.totals[layer, direction] = torch.tensor(value)
+
+
+class Site:
+    """One operation: its rounded result, and the gradients that come back through it."""
+
+    def __init__(self, counter: Counter, layer: str):
+        self.counter = counter
+        self.layer = layer
+
+    def image(self, low: Tensor, is_weight: bool) -> Tensor:
+        """`low.float()`, whose backward counts what rounding does to the gradient of an operand."""
+        return _Image.apply(low, self, "grad_weight" if is_weight else "grad_input")  # type: ignore[no-any-return]
+
+    def store(self, dtype: torch.dtype | None) -> Callable[[Tensor], Tensor]:
+        """Rounding of a result to its stored format, counted."""
+
+        def rounded(t: Tensor) -> Tensor:
+            if not t.is_floating_point():
+                return t
+            low = t.to(dtype)
+            self.counter.add(self.layer, "forward", t.detach(), low.detach())
+            return low
+
+        return rounded
+
+
+class _Image(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, low, site, direction):
+        ctx.site, ctx.direction, ctx.dtype = site, direction, low.dtype
+        return low.float()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        low = gradient.to(ctx.dtype)
+        ctx.site.counter.add(ctx.site.layer, ctx.direction, gradient, low)
+        return low, None, None

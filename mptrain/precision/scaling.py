@@ -1,0 +1,212 @@
+"""Loss scaling: none, static, dynamic.
+
+FP16 gradients below 2^-25 become zero. Multiplying the loss by a constant shifts every gradient up by the same factor
+(the chain rule does the work); the gradients are divided by it again, in FP32, before clipping and the update
+(Mixed Precision Training, section 3.2). Too large a factor makes some gradient infinite; that update is skipped.
+
+Every scaler here, "none" included, checks the gradients of every update and skips it if one is not finite, so no
+number format writes NaN into the weights; the three differ only in what the factor is and whether it moves.
+
+The dynamic scaler with its default settings moves exactly as torch.amp.GradScaler does, except that it stops at a
+floor: below 2^-128 the inverse of the scale is infinite in FP32, and a scaler without a floor ends by applying
+infinite updates. Further settings reproduce the scalers of other projects: hysteresis (DeepSpeed, Megatron) and
+tolerance (fairseq).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mptrain.errors import UserError
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class LossScaler:
+    """Scales a loss, unscales gradients, decides step or skip. As it stands: a factor that never moves.
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)          # then clip, if you like
+        scaler.step(optimizer)              # True: applied, False: skipped, None: it had no gradients
+        scaler.update()                     # once per iteration, after all optimizers
+
+    With several optimizers an overflow skips the step of its own optimizer only; the factor moves once per iteration.
+    """
+
+    label: str = "none"
+
+    def __init__(self, value: float = 1.0):
+        self.value = value
+        self.consecutive_skips = 0
+        self._finite: dict[int, bool | None] = {}
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the factor, in FP32."""
+        return loss.float() * self.value
+
+    def unscale_(self, optimizer: Optimizer) -> bool | None:
+        """Divides the optimizer's gradients by the factor in place; returns whether all are finite, None without any.
+
+        Raises UserError if a gradient is kept in FP16 (it could not hold what unscaling makes small), and RuntimeError
+        if it is called twice in an iteration.
+        """
+        if id(optimizer) in self._finite:
+            raise RuntimeError("unscale_ was already called for this optimizer since the last update()")
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for p in parameters:
+            if p.grad.is_sparse:
+                p.grad = p.grad.coalesce()
+        gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters]
+        if self.value != 1 and any(g.dtype == torch.float16 for g in gradients):
+            raise UserError(
+                "the optimizer holds FP16 parameters, whose gradients cannot be unscaled in FP16; "
+                "let Precision.prepare make FP32 copies (precision=fp16_master) and give those to the optimizer"
+            )
+        self._finite[id(optimizer)] = _unscale(gradients, self.value) if gradients else None
+        return self._finite[id(optimizer)]
+
+    def step(self, optimizer: Optimizer) -> bool | None:
+        """Steps the optimizer if its gradients are finite, after unscaling them if that was not done."""
+        if id(optimizer) not in self._finite:
+            self.unscale_(optimizer)
+        if finite := self._finite[id(optimizer)]:
+            optimizer.step()
+        return finite
+
+    def update(self) -> bool:
+        """Ends the iteration; returns whether any optimizer skipped its step."""
+        skipped = False in self._finite.values()
+        self._finite.clear()
+        self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
+        self._move(skipped)
+        return skipped
+
+    def _move(self, skipped: bool) -> None:
+        """Changes the factor after an iteration."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"label": self.label, "value": self.value, "consecutive_skips": self.consecutive_skips}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave; raises UserError for another scaler's state."""
+        if state.get("label") != self.label:
+            raise UserError(f"this is the state of scale={state.get('label')}, it does not fit scale={self.label}")
+        self.value = state["value"]
+        self.consecutive_skips = state["consecutive_skips"]
+
+
+class StaticScaler(LossScaler):
+    """A constant factor: it skips on overflow and never moves."""
+
+    def __init__(self, value: float):
+        super().__init__(check_scale(value))
+        self.label = f"{value:g}"
+
+
+@dataclass(frozen=True)
+class DynamicSettings:
+    """How a dynamic scale moves.
+
+    init: where it starts. growth: factor after `interval` good iterations in a row. backoff: factor after a bad one.
+    floor, ceiling: limits. hysteresis: bad iterations until it backs off, refilled when it grows, or by every good
+    iteration if `consecutive`. tolerance: it backs off only if at least this share of the iterations since it last
+    moved were bad.
+    """
+
+    init: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    floor: float = 1.0
+    ceiling: float = FLOAT32_MAX
+    hysteresis: int = 1
+    consecutive: bool = False
+    tolerance: float = 0.0
+
+
+class DynamicScaler(LossScaler):
+    """A factor that grows while gradients stay finite and backs off when they do not."""
+
+    label = "dynamic"
+
+    def __init__(self, settings: DynamicSettings | None = None):
+        self.settings = settings or DynamicSettings()
+        super().__init__(check_scale(self.settings.init))
+        self.good = 0
+        self.chances = self.settings.hysteresis
+        self.since_moved = 0
+        self.bad_since_moved = 0
+
+    def _move(self, skipped: bool) -> None:
+        s = self.settings
+        self.since_moved += 1
+        if skipped:
+            self.good = 0
+            self.bad_since_moved += 1
+            self.chances -= 1
+            if self.chances <= 0 and self.bad_since_moved / self.since_moved >= s.tolerance:
+                self.value = max(self.value * s.backoff, min(s.floor, self.value))
+                self.since_moved = self.bad_since_moved = 0
+            return
+        self.good += 1
+        if s.consecutive:
+            self.chances = s.hysteresis
+        if self.good == s.interval:
+            self.good = 0
+            self.chances = s.hysteresis
+            self.since_moved = 0
+            if (grown := self.value * s.growth) <= min(FLOAT32_MAX, s.ceiling):
+                self.value = grown
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            "settings": asdict(self.settings),
+            "good": self.good,
+            "chances": self.chances,
+            "since_moved": self.since_moved,
+            "bad_since_moved": self.bad_since_moved,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.settings = DynamicSettings(**state["settings"])
+        self.good, self.chances = state["good"], state["chances"]
+        self.since_moved, self.bad_since_moved = state["since_moved"], state["bad_since_moved"]
+
+
+def build(scale: str | float, settings: DynamicSettings | None = None) -> LossScaler:
+    """The scaler that `scale=` names: "none", a number (static), or "dynamic"; raises UserError for anything else."""
+    if scale == "none":
+        return LossScaler()
+    if scale == "dynamic":
+        return DynamicScaler(settings)
+    return StaticScaler(check_scale(scale))
+
+
+def check_scale(value: Any) -> float:
+    """A static scale as a number; raises UserError unless it is finite, positive and fits in FP32 with its inverse."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not 2.0**-126 <= number <= 2.0**126:
+        raise UserError(f"scale={value}: give a positive number (a power of two is exact, e.g. 128), dynamic or none")
+    return number
+
+
+def _unscale(gradients: list[Tensor], factor: float) -> bool:
+    """Multiplies by 1 / factor in place and tells whether all values are finite; waits for the device once."""
+    found = []
+    for dtype in {(g.device, g.dtype) for g in gradients}:
+        group = [g for g in gradients if (g.device, g.dtype) == dtype]
+        found_inf = torch.zeros(1, device=dtype[0])
+        inverse = torch.tensor(1.0 / factor, dtype=torch.float32, device=dtype[0])
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
+        found.append(found_inf)
+    return not any(f.item() for f in found)

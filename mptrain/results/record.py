@@ -1,0 +1,178 @@
+"""One run, one folder: what it was told, what it measured, how it ended.
+
+    config.yaml       the composed configuration
+    metrics.jsonl     one line per logged step, skipped step and evaluation; nothing in it depends on the clock
+    summary.json      how it ended; written last
+    counts.json       what rounding did to every product (count=true)
+    checkpoints/      what is needed to go on
+
+A folder is absent, resumable, finished, diverged or failed. Every file but metrics.jsonl is replaced as a whole;
+metrics.jsonl is appended to, and cut back to the checkpoint that a run resumes from. So a kill at any moment leaves a
+folder from which the same command ends with the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mptrain.errors import UserError
+
+SCHEMA = 1
+
+
+class Record:
+    """A run's folder."""
+
+    def __init__(self, folder: Path | str):
+        self.folder = Path(folder)
+        self.config = self.folder / "config.yaml"
+        self.metrics = self.folder / "metrics.jsonl"
+        self.summary = self.folder / "summary.json"
+        self.checkpoints = self.folder / "checkpoints"
+        self._log: Any = None
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """How the run ended, or None if it has not; raises UserError if the file is unreadable."""
+        try:
+            summary = json.loads(self.summary.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.summary} cannot be read ({error}); delete it to run again") from error
+        if not isinstance(summary, dict) or summary.get("schema") != SCHEMA:
+            raise UserError(f"{self.summary} is not a summary of this version; name another folder with out=")
+        return summary
+
+    def state(self) -> str:
+        """absent | resumable | finished | diverged | failed"""
+        if (summary := self.read_summary()) is not None:
+            return str(summary.get("status"))
+        return "resumable" if self.config.exists() else "absent"
+
+    @contextmanager
+    def opened(self, config: Mapping[str, Any], cosmetic: set[str]) -> Iterator[Record]:
+        """Holds the folder for this process and writes config.yaml.
+
+        Raises UserError if another process holds it, if it belongs to another configuration (cosmetic keys apart), or
+        if it cannot be written.
+        """
+        import fcntl
+
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = open(self.folder / "lock", "a")  # noqa: SIM115 - held until the run ends
+        except OSError as error:
+            raise UserError(
+                f"{self.folder} cannot be used for this run ({_reason(error)}); give another one: out=FOLDER"
+            ) from error
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise UserError(
+                    f"{self.folder} is in use by another run; wait for it, or give another folder: out=FOLDER"
+                ) from error
+            self._claim(config, cosmetic)
+            yield self
+        finally:
+            if self._log is not None:
+                self._log.close()
+                self._log = None
+            lock.close()
+
+    def _claim(self, config: Mapping[str, Any], cosmetic: set[str]) -> None:
+        import yaml
+
+        if self.config.exists():
+            try:
+                before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+                assert isinstance(before, dict)
+            except (OSError, ValueError, yaml.YAMLError, AssertionError) as error:
+                raise UserError(
+                    f"{self.config} cannot be read ({str(error).splitlines()[:1]}); give another folder: out=FOLDER"
+                ) from error
+            if changes := differences(before, config, cosmetic):
+                raise UserError(
+                    f"{self.folder} holds a run with another configuration ({'; '.join(changes[:8])}); "
+                    "give another folder (out=FOLDER) or the same settings"
+                )
+        elif any(path.name != "lock" for path in self.folder.iterdir()):
+            raise UserError(f"{self.folder} is not empty and holds no run of mptrain; give another folder: out=FOLDER")
+        write_atomically(self.config, yaml.safe_dump(dict(config), sort_keys=False))
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Appends one line to metrics.jsonl."""
+        if self._log is None:
+            self._log = open(self.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by `opened`
+        self._log.write(json.dumps(finite(line), allow_nan=False) + "\n")
+
+    def flush(self) -> int:
+        """Brings logged lines to the disk; returns the length of metrics.jsonl in bytes."""
+        if self._log is None:
+            return self.metrics.stat().st_size if self.metrics.exists() else 0
+        self._log.flush()
+        os.fsync(self._log.fileno())
+        return int(self._log.tell())
+
+    def cut_log(self, length: int) -> None:
+        """Drops what was logged after a checkpoint."""
+        if self.metrics.exists():
+            os.truncate(self.metrics, min(length, self.metrics.stat().st_size))
+
+    def finish(self, status: str, reason: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes summary.json: finished | diverged | failed, why, and everything the table needs."""
+        self.flush()
+        summary = finite({"schema": SCHEMA, "status": status, "reason": reason, **fields})
+        write_atomically(self.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        return summary
+
+    def forget_failure(self) -> None:
+        """A failed run may be tried again."""
+        self.summary.unlink(missing_ok=True)
+
+
+def finite(value: Any) -> Any:
+    """The same data with NaN and infinities as null, which strict JSON can hold."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignore: set[str], prefix: str = "") -> list[str]:
+    """The keys whose values differ, each as `key: before -> now`."""
+    found = []
+    for key in dict.fromkeys([*before, *now]):
+        if not prefix and key in ignore:
+            continue
+        a, b = before.get(key), now.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            found += differences(a, b, ignore, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key}: {a} -> {b}")
+    return found
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replaces a file as a whole: after a crash it is the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
