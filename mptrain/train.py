@@ -80,7 +80,7 @@ class Run:
         self.weights = self.precision.prepare(self.models)
         self.buffers = MovingBuffers(self.models.values())
         settings = {k: v for k, v in config.scaling.model_dump().items() if v is not None}
-        self.scaler = scaling.build(config.scale_name, scaling.DynamicSettings(**settings))
+        self.scaler = scaling.loss_scaler(config.scale_name, scaling.DynamicSettings(**settings))
 
         options = config.optimizer
         self.optimizers = {

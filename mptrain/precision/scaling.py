@@ -180,7 +180,7 @@ class DynamicScaler(LossScaler):
         self.since_moved, self.bad_since_moved = state["since_moved"], state["bad_since_moved"]
 
 
-def build(scale: str | float, settings: DynamicSettings | None = None) -> LossScaler:
+def loss_scaler(scale: str | float, settings: DynamicSettings | None = None) -> LossScaler:
     """The scaler that `scale=` names: "none", a number (static), or "dynamic"; raises UserError for anything else."""
     if scale == "none":
         return LossScaler()
