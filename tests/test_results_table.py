@@ -236,6 +236,25 @@ def test_native_and_emulated_seeds_are_not_averaged(tmp_path):
     assert [(each.backend, each.seeds) for each in found.rows[1:]] == [("emulated", "0"), ("native", "1")]
 
 
+def test_of_duplicates_the_one_that_finished_last_is_kept(tmp_path):
+    later = summary(metric={"value": 0.9}, finished="2026-01-01T00:30:00-01:00")  # 01:30 UTC
+    found = table(later, summary(finished="2026-01-01T01:00:00+00:00"), summary(finished="2026-01-01"), folder=tmp_path)
+    assert [(each.mean, each.status) for each in found.rows] == [
+        (0.9, "finished"),
+        (None, "duplicate"),
+        (None, "duplicate"),
+    ]
+
+
+def test_memory_is_the_largest_peak_and_throughput_the_mean(tmp_path):
+    records = [
+        summary(seed=n, memory={"peak_mib": size}, throughput={"value": size})
+        for n, size in enumerate((8.0, 12.0, 7.0))
+    ]
+    (found,) = table(*records, folder=tmp_path).rows
+    assert (found.memory_mib, found.throughput) == (12.0, 9.0)
+
+
 @pytest.mark.parametrize("change", [{"scale": "8"}, {"precision_label": "fp32 keep_fp32=[x]"}])
 def test_a_changed_fp32_run_is_no_baseline(tmp_path, change):
     found = table(summary(**change), fp16(), folder=tmp_path)
@@ -479,6 +498,8 @@ def test_two_folders_of_different_commits_stay_apart_and_pair_up(tmp_path, capsy
     folders = [tmp_path / "a", tmp_path / "b"]
     both = build_table(*find_runs(folders))
     assert [sorted({each.commits for each in group.rows}) for group in both.groups] == [["aaa"], ["abc1234", "bbb"]]
+    assert document_of(table_of(read_csv(write_csv(both.rows, Row), Row))) == document_of(both)
+    assert "resnet: commit aaa and abc1234, bbb are not compared with each other" in printed(both)
     pairs, alone = pair_up(*(build_table(*find_runs([folder])) for folder in folders))
     assert [(pair.precision, pair.throughput_ratio, pair.difference) for pair in pairs] == [
         ("fp32", 1.5, 0),

@@ -14,7 +14,7 @@ from mptrain.results.row import Group, Row, Table
 from mptrain.results.statistics import decimals
 from mptrain.results.words import subtitle, title
 
-MACHINE = ("device", "device name", "torch", "commit")
+MACHINE = ("device", "device name", "torch")
 
 
 @dataclass(frozen=True)
