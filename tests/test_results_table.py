@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from mptrain.errors import UserError
 from mptrain.results.between import Pair, pair_up
+from mptrain.results.cells import arithmetic
 from mptrain.results.compare import compare
 from mptrain.results.csvfile import read_csv, write_csv
 from mptrain.results.row import Row, table_of
@@ -337,6 +338,14 @@ def test_a_precision_that_did_not_take_effect_is_said(tmp_path):
     assert "fp16, scale 8: its matrix products ran in float32" in printed(
         table(fp16(dtypes={"matmul": "float32"}), folder=tmp_path)
     )
+
+
+def test_dtypes_are_shortened_but_never_made_up(tmp_path):
+    record = fp16(dtypes={"matmul": "float16 and float32", "softmax": "none ran"})
+    del record["dtypes"]["loss"]
+    (found,) = table(record, folder=tmp_path).rows
+    assert found.matmul == "float16 and float32"
+    assert arithmetic(found).detail == "f16+f32/-/f32/unknown"
 
 
 def test_unfinished_unreadable_and_strange_runs_are_listed(tmp_path):

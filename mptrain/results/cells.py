@@ -13,6 +13,7 @@ SHORT_DTYPES = {
     "bfloat16": "bf16",
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
+    "none ran": "-",
 }
 MISSING = "n/a"
 
@@ -99,7 +100,11 @@ def _steps(row: Row) -> Cell:
 def arithmetic(row: Row) -> Cell:
     """Backend, and the dtypes of matmul, softmax, norm and loss."""
     dtypes = (row.matmul, row.softmax, row.norm, row.loss)
-    return Cell(row.backend, "/".join(SHORT_DTYPES.get(name, name) for name in dtypes))
+    return Cell(row.backend, "/".join(_short(names) for names in dtypes))
+
+
+def _short(names: str) -> str:
+    return "+".join(SHORT_DTYPES.get(name, name) for name in names.split(" and "))
 
 
 def significant(value: float) -> str:

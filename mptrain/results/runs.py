@@ -192,7 +192,7 @@ def _check(summary: Any, folder: str, source: str) -> Run:
         seed=record.whole("seed"),
         device=record.text("device"),
         backend=record.text("backend"),
-        dtypes={name: dtypes.text(name) for name in ("matmul", "softmax", "norm", "loss")},
+        dtypes={name: dtypes.text(name, optional=True) or "unknown" for name in ("matmul", "softmax", "norm", "loss")},
         metric=metric.text("name"),
         value=metric.number("value", optional=True),
         higher_is_better=metric.flag("higher_is_better"),
