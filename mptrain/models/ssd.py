@@ -1,0 +1,124 @@
+"""Single-shot detectors (Liu et al. 2016): feature maps of several scales, and two convolutions on each that score and
+shift the default boxes around every cell.
+
+`background=True` gives classes + 1 logits for a softmax, the first being background (the SSD paper); `background=False`
+gives one logit a class for independent sigmoids, which start out sure of nothing being there.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torchvision.models import detection
+from torchvision.models.detection.anchor_utils import AnchorGenerator, DefaultBoxGenerator
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.ssd import SSDHead
+
+from mptrain.errors import UserError
+from mptrain.models.vgg16_weights import fill, fill_features, read_vgg16
+
+PRIOR = 0.01
+"""probability of a class at the first step, where there is no background class"""
+WIDTH = 24
+SMALLEST_BOX = 18.0
+"""pixels; the largest of the six sizes is 2^(5/3) times as large"""
+
+
+class SSD(nn.Module):
+    """Takes pictures (batch, 3, size, size), returns logits (batch, boxes, outputs) and offsets (batch, boxes, 4)."""
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        head: SSDHead,
+        generator: AnchorGenerator | DefaultBoxGenerator,
+        grids: Sequence[int],
+        size: int,
+        background: bool,
+    ) -> None:
+        super().__init__()
+        self.backbone, self.head, self.generator = backbone, head, generator
+        self.grids, self.size, self.background = tuple(grids), size, background
+        if not background:
+            for layer in head.classification_head.module_list:
+                nn.init.normal_(layer.weight, std=0.01)
+                nn.init.constant_(layer.bias, -math.log((1 - PRIOR) / PRIOR))
+
+    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.head(list(self.backbone(pictures).values()))
+        return outputs["cls_logits"], outputs["bbox_regression"]
+
+    def default_boxes(self) -> Tensor:
+        """(boxes, 4) in pixels, float32 on the CPU, in the order of the outputs.
+
+        They are no buffer, since turning the network into another number format must not move them.
+        """
+        pictures = ImageList(torch.empty(1, 3, self.size, self.size), [(self.size, self.size)])
+        boxes = self.generator(pictures, [torch.empty(1, 1, grid, grid) for grid in self.grids])[0]
+        if isinstance(self.generator, AnchorGenerator):  # whose boxes sit on the corner of a cell, not in its middle
+            per_cell = self.generator.num_anchors_per_location()
+            shifts = [torch.full((g * g * n, 1), self.size / g / 2) for g, n in zip(self.grids, per_cell, strict=True)]
+            boxes = boxes + torch.cat(shifts)
+        return boxes
+
+
+class SmallFeatures(nn.Module):
+    """VGG in little: 3x3 convolutions and ReLU, no normalisation; maps of a quarter and an eighth of the side."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fine = nn.Sequential(*conv(3, width, 2), *conv(width, 2 * width, 2), *conv(2 * width, 4 * width))
+        self.coarse = nn.Sequential(*conv(4 * width, 4 * width, 2), *conv(4 * width, 4 * width))
+        for layer in self.modules():
+            if isinstance(layer, nn.Conv2d):
+                start(layer)
+
+    def forward(self, pictures: Tensor) -> dict[str, Tensor]:
+        fine = self.fine(pictures)
+        return OrderedDict(fine=fine, coarse=self.coarse(fine))
+
+
+def start(layer: nn.Conv2d) -> None:
+    """He initialisation, which keeps the spread of activations through layers with ReLU."""
+    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+
+
+def conv(inputs: int, outputs: int, stride: int = 1) -> tuple[nn.Module, ...]:
+    return nn.Conv2d(inputs, outputs, 3, stride, padding=1), nn.ReLU(inplace=True)
+
+
+def ssd_small(classes: int, size: int, background: bool, backbone: Path | None = None) -> SSD:
+    """Six convolutions and dense default boxes, 9 around each cell as RetinaNet has them: 6,480 for 96 pixels."""
+    if backbone is not None:
+        raise UserError("the small network has no pretrained weights; type task.backbone=null")
+    if size % 8:
+        raise UserError(f"task.size={size} is not a multiple of 8, the step of the small network's coarse map")
+    octave = [SMALLEST_BOX * 2 ** (third / 3) for third in range(6)]
+    ratios = (0.5, 1.0, 2.0)
+    generator = AnchorGenerator((tuple(octave[:3]), tuple(octave[3:])), (ratios, ratios))
+    outputs = classes + 1 if background else classes
+    head = SSDHead([4 * WIDTH, 4 * WIDTH], generator.num_anchors_per_location(), outputs)
+    return SSD(SmallFeatures(WIDTH), head, generator, (size // 4, size // 8), size, background)
+
+
+def ssd300_vgg16(classes: int, size: int, background: bool, backbone: Path | None = None) -> SSD:
+    """SSD300 on VGG-16: 8,732 default boxes, 26.3 M parameters for VOC's 20 classes. `backbone`: see `read_vgg16`."""
+    if size != 300:
+        raise UserError(f"task.size={size}; SSD300 takes pictures of 300 pixels: type task.size=300")
+    outputs = classes + 1 if background else classes
+    model = detection.ssd300_vgg16(weights=None, weights_backbone=None, num_classes=outputs)
+    if backbone is not None:
+        state = read_vgg16(backbone)
+        tail = model.backbone.extra[0]
+        fill_features([*model.backbone.features, *tail[:-1]], state)
+        # fc6 and fc7 become convolutions of a quarter of the channels and every third tap (Liu et al. 2016, 3).
+        fc6, fc7 = (layer for layer in tail[-1] if isinstance(layer, nn.Conv2d))
+        dense6, dense7 = state["classifier.0.weight"].view(4096, 512, 7, 7), state["classifier.3.weight"]
+        fill(fc6, dense6[::4, :, ::3, ::3], state["classifier.0.bias"][::4])
+        fill(fc7, dense7[::4, ::4, None, None], state["classifier.3.bias"][::4])
+    return SSD(model.backbone, model.head, model.anchor_generator, (38, 19, 10, 5, 3, 1), size, background)

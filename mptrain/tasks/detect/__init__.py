@@ -1,0 +1,45 @@
+"""Detection: boxes and classes of the objects in a picture (the paper's section 4.2, table 2)."""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+
+from mptrain import models
+from mptrain.data import detection
+from mptrain.data.dataset import DataSpec
+from mptrain.errors import UserError
+from mptrain.tasks.detect.single_shot import SingleShot
+from mptrain.tasks.detect.two_stage import TwoStage
+from mptrain.tasks.task import Task
+
+NORMALISATIONS = ("mean", "positives")
+
+
+def build(
+    data: DataSpec,
+    model: str,
+    size: int,
+    classes: int,
+    normalise: str | None = None,
+    backbone: str | None = None,
+    train_years: Sequence[int] = (2007,),
+    train_difficult: bool = True,
+) -> Task:
+    """A single-shot or two-stage detector, whichever `model` is.
+
+    `normalise` (single-shot only) divides the loss by all its terms (`mean`) or by the default boxes with an object
+    (`positives`, SSD's own). `backbone` is a file with VGG-16's pretrained weights. `train_years` and `train_difficult`
+    concern VOC. Raises UserError if an option does not fit.
+    """
+    if normalise not in (None, *NORMALISATIONS):
+        raise UserError(f"task.normalise={normalise} is unknown; type task.normalise=mean or task.normalise=positives")
+    if size < 1 or classes < 1:
+        raise UserError(f"task.size={size} and task.classes={classes} have to be at least 1")
+    factory, single_shot = models.load(model), normalise is not None
+    if single_shot != ("background" in inspect.signature(factory).parameters):
+        raise UserError(f"task.model={model}: an SSD takes task.normalise=mean or positives, a Faster R-CNN null")
+    train_set, test_set = detection.load(data, size, classes, single_shot, tuple(train_years), train_difficult)
+    weights = Path(backbone) if backbone else None
+    if single_shot:
+        return SingleShot(factory(classes, size, normalise == "positives", weights), train_set, test_set)
+    return TwoStage(factory(classes, size, weights), train_set, test_set)
