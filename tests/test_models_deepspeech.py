@@ -6,7 +6,15 @@ from torch import nn
 
 from mptrain.models.deepspeech import DeepSpeech2, MaskedBatchNorm, RowConvolution, conv_length, frame_mask
 
-SMALL = {"bins": 20, "classes": 9, "channels": (3, 4), "kernels": ((5, 11), (3, 5)), "strides": ((2, 2), (2, 3)), "width": 12, "ahead": 4}
+SMALL = {
+    "bins": 20,
+    "classes": 9,
+    "channels": (3, 4),
+    "kernels": ((5, 11), (3, 5)),
+    "strides": ((2, 2), (2, 3)),
+    "width": 12,
+    "ahead": 4,
+}
 
 
 def small(**options) -> DeepSpeech2:

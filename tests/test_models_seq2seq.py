@@ -19,7 +19,9 @@ def test_the_paper_size_counted_by_hand(layers):
     assert sum(p.numel() for p in network.parameters()) == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"bidirectional": True, "residual": True, "tie": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"bidirectional": True}, {"bidirectional": True, "residual": True, "tie": True}]
+)
 def test_a_sentence_has_the_same_logits_alone_and_padded(options):
     network = small(**options).eval()
     lengths = torch.tensor([1, 6, 3])

@@ -53,7 +53,10 @@ def plain_english(text: str) -> str:
     kept = []
     for position, letter in enumerate(letters):
         if letter.isdecimal() and letter.isascii():
-            alone = not letters[max(position - 1, 0) : position].isdecimal() and not letters[position + 1 : position + 2].isdecimal()
+            alone = (
+                not letters[max(position - 1, 0) : position].isdecimal()
+                and not letters[position + 1 : position + 2].isdecimal()
+            )
             kept.append(f" {DIGITS[int(letter)]} " if alone else letter)
         elif letter.isalnum() or letter == "'":
             kept.append(letter)

@@ -16,8 +16,8 @@ POOL = 50
 def bucketed(lengths: np.ndarray, batch_size: int, rng: np.random.Generator | None) -> list[np.ndarray]:
     """Cuts samples into batches of similar length, every sample exactly once, the uneven tail kept.
 
-    With `rng`, pools of shuffled samples are sorted and the order of the batches is shuffled; `rng=None` sorts the whole
-    set, longest first, so that a batch that does not fit into memory shows at once.
+    With `rng`, pools of shuffled samples are sorted and the order of the batches is shuffled; `rng=None` sorts the
+    whole set, longest first, so that a batch that does not fit into memory shows at once.
     """
     if rng is None:
         order = np.argsort(-lengths, kind="stable")

@@ -38,7 +38,9 @@ def tokenise(sentence: str, lower: bool = False) -> list[str]:
 
 
 def is_sign(token: str) -> bool:
-    """Whether a token is a single sign, joined or not: signs carry the joiners so that words look the same everywhere."""
+    """Whether a token is a single sign, joined or not: signs carry the joiners so that words look the same
+    everywhere.
+    """
     bare = token.strip(JOINER)
     return len(bare) == 1 and not bare.isalnum() and bare != "_"
 

@@ -1,11 +1,13 @@
 """DeepSpeech 2 with forward GRU layers and row convolution (Amodei et al. 2016; paper section 4.3).
 
-Two 2-D convolutions over (frequency, time), three forward GRU layers, a row convolution that looks a few frames ahead, one
-fully connected layer, and the output for CTC. The paper prints about 115 M parameters for English and 215 M for Mandarin and
-no widths: 2,560 cells with 29 characters give 115.8 M, 3,360 cells with 6,000 characters give 215.0 M.
+Two 2-D convolutions over (frequency, time), three forward GRU layers, a row convolution that looks a few frames
+ahead, one fully connected layer, and the output for CTC. The paper prints about 115 M parameters for English and 215
+M for Mandarin and no widths: 2,560 cells with 29 characters give 115.4 M, 3,360 cells with 6,000 characters give
+214.4 M.
 
-Padding never leaks: after every convolution the frames beyond a clip's own length are set back to zero, batch norm counts
-real frames only, and a forward GRU cannot see what comes later. The logits of a clip are the same alone and in a batch.
+Padding never leaks: after every convolution the frames beyond a clip's own length are set back to zero, batch norm
+counts real frames only, and a forward GRU cannot see what comes later. The logits of a clip are the same alone and in
+a batch.
 """
 
 from collections.abc import Sequence
@@ -31,11 +33,16 @@ class MaskedBatchNorm(nn.BatchNorm1d):
     With nothing masked it is `nn.BatchNorm`, running statistics included.
     """
 
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+    momentum: float
+
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 3:
             raise ValueError(f"expected (batch, channels, ..., time), got {tuple(x.shape)}")
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
         self._check_input_dim(x)
         real = mask.reshape(mask.shape[0], *[1] * (x.dim() - 2), mask.shape[1])
         values = x.float()
@@ -74,8 +81,8 @@ class RowConvolution(nn.Module):
 class DeepSpeech2(nn.Module):
     """Spectrograms (B, T, bins) and their lengths (B,) -> logits (B, T', classes) and their lengths (B,).
 
-    `kernels` and `strides` are (frequency, time) pairs, one a convolution. T' follows from `output_lengths`; frames beyond a
-    clip's own T' carry no meaning. Raises ValueError for a clip without a single frame.
+    `kernels` and `strides` are (frequency, time) pairs, one a convolution. T' follows from `output_lengths`; frames
+    beyond a clip's own T' carry no meaning. Raises ValueError for a clip without a single frame.
     """
 
     def __init__(
@@ -93,7 +100,7 @@ class DeepSpeech2(nn.Module):
         super().__init__()
         if any(size % 2 == 0 for kernel in kernels for size in kernel):
             raise ValueError(f"kernels {kernels} have an even side; odd ones keep frames where they are")
-        self.kernels, self.strides = [tuple(k) for k in kernels], [tuple(s) for s in strides]
+        self.kernels, self.strides = [(k[0], k[1]) for k in kernels], [(s[0], s[1]) for s in strides]
         inputs, height = 1, bins
         self.convs, self.conv_norms = nn.ModuleList(), nn.ModuleList()
         for outputs, kernel, stride in zip(channels, self.kernels, self.strides, strict=True):

@@ -1,9 +1,10 @@
 """LSTM encoder and decoder with attention for translation (paper section 4.4).
 
-The paper names a variant of the TensorFlow English-French tutorial model: 3 or 5 layers of 1024 LSTM cells on each side, with
-attention. Two things it leaves open are settled here so that whole sentences go through `nn.LSTM` in one call: attention looks
-from the top of the decoder (Luong et al. 2015, "dot") and is not fed back into its input; the decoder starts from the mean of
-the encoder's outputs. Nothing beyond a sentence's end ever reaches a result, so no packing is needed.
+The paper names a variant of the TensorFlow English-French tutorial model: 3 or 5 layers of 1024 LSTM cells on each
+side, with attention. Two things it leaves open are settled here so that whole sentences go through `nn.LSTM` in one
+call: attention looks from the top of the decoder (Luong et al. 2015, "dot") and is not fed back into its input; the
+decoder starts from the mean of the encoder's outputs. Nothing beyond a sentence's end ever reaches a result, so no
+packing is needed.
 """
 
 import torch
@@ -42,9 +43,7 @@ class LSTMStack(nn.Module):
 
     def __init__(self, layers: int, inputs: int, width: int, dropout: float, residual: bool):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.LSTM(width if i else inputs, width, batch_first=True) for i in range(layers)
-        )
+        self.layers = nn.ModuleList(nn.LSTM(width if i else inputs, width, batch_first=True) for i in range(layers))
         self.dropout = nn.Dropout(dropout)
         self.residual = residual
 
@@ -62,8 +61,8 @@ class LSTMStack(nn.Module):
 class Seq2Seq(nn.Module):
     """Translate token numbers; every number, 0 included, is a real token: padding is known by length alone.
 
-    `bidirectional` splits the encoder's width over two stacks that read the sentence from either end; `tie` shares the target
-    embedding with the output layer.
+    `bidirectional` splits the encoder's width over two stacks that read the sentence from either end; `tie` shares
+    the target embedding with the output layer.
     """
 
     def __init__(
@@ -93,6 +92,7 @@ class Seq2Seq(nn.Module):
         if tie:
             self.output.weight = self.target_embedding.weight
             nn.init.normal_(self.target_embedding.weight, std=width**-0.5)
+        self.scale = width**0.5 if tie else 1.0
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Sentences (B, S) with their lengths (B,) -> memory (B, S, width), mask (B, S)."""
@@ -112,12 +112,14 @@ class Seq2Seq(nn.Module):
 
     def decode(self, words: Tensor, memory: Tensor, mask: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """Words so far (B, T) -> logits of the next (B, T, V), attention weights (B, T, S), state after the last."""
-        hidden, state = self.decoder(self.target_embedding(words), state)
+        hidden, state = self.decoder(self.target_embedding(words) * self.scale, state)
         context, weights = attend(self.query(hidden), memory, mask)
         mixed = torch.tanh(self.combine(torch.cat([context.type_as(hidden), hidden], -1)))
         return self.output(self.dropout(mixed)), weights, state
 
     def forward(self, source: Tensor, source_lengths: Tensor, words: Tensor) -> Tensor:
-        """Teacher forcing: source (B, S), lengths (B,), target words from the start symbol on (B, T) -> logits (B, T, V)."""
+        """Teacher forcing: source (B, S), lengths (B,), target words from the start symbol on (B, T) -> logits (B, T,
+        V).
+        """
         memory, mask = self.encode(source, source_lengths)
         return self.decode(words, memory, mask, self.first_state(memory, mask))[0]
