@@ -17,7 +17,7 @@ install: .venv/installed  ## set up .venv with the locked dependencies and mptra
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "mptrain needs Python 3.11 or newer; name one with make PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: install  ## a ResNet on real pictures in FP32, BF16 and FP16 with three loss scales, and the table (5 minutes)

@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
