@@ -42,3 +42,10 @@ def test_shapes(size, channels):
 def test_size_must_be_a_power_of_two():
     with pytest.raises(ValueError, match="not 48"):
         Generator(48)
+
+
+def test_inner_norm_leaves_the_first_and_the_fully_connected_layers_alone():
+    network = Discriminator(32, 3, 4, 16, norm="inner")
+    kinds = [type(layer).__name__ for layer in network.layers]
+    assert kinds[:2] == ["Conv2d", "LeakyReLU"] and network.layers[0].bias is not None
+    assert kinds.count("BatchNorm2d") == 3 and kinds[-3:] == ["Flatten", "Linear", "LeakyReLU"]

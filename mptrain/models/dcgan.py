@@ -37,27 +37,33 @@ class Generator(nn.Module):
 class Discriminator(nn.Module):
     """Returns one logit per picture (batch, channels, size, size): positive means real.
 
-    Batch norm and leaky ReLU after every layer but the last fully connected one. `width` maps after the first
-    convolution, doubled at each one up to 16 times `width`; `features` units in the first fully connected layer.
+    Leaky ReLU after every layer but the last. `width` maps after the first convolution, doubled at each one up to 16
+    times `width`; `features` units in the first fully connected layer. `norm` says where batch norm is: after "all"
+    layers but the last (the paper), or after the "inner" convolutions, all but the first (Radford et al. 2015). As the
+    pictures of a batch are all real or all drawn, norm at the first layer hides their colour: "inner" learns sooner.
     """
 
-    def __init__(self, size: int = 128, channels: int = 3, width: int = 64, features: int = 1024) -> None:
+    def __init__(
+        self, size: int = 128, channels: int = 3, width: int = 64, features: int = 1024, norm: str = "all"
+    ) -> None:
         super().__init__()
         halvings = power_of_two(size) - 1
         widths = [channels] + [width * min(2**i, 16) for i in range(halvings)]
         layers: list[nn.Module] = []
         for i in range(halvings):
-            layers.append(nn.Conv2d(widths[i], widths[i + 1], 4, stride=2, padding=1, bias=False))
-            layers += [nn.BatchNorm2d(widths[i + 1]), nn.LeakyReLU(0.2, inplace=True)]
-        self.convolutions = nn.Sequential(*layers)
-        self.features = nn.Sequential(
-            nn.Linear(widths[-1] * 4, features, bias=False), nn.BatchNorm1d(features), nn.LeakyReLU(0.2, inplace=True)
-        )
+            normed = norm == "all" or i > 0
+            layers.append(nn.Conv2d(widths[i], widths[i + 1], 4, stride=2, padding=1, bias=not normed))
+            layers += [nn.BatchNorm2d(widths[i + 1])] if normed else []
+            layers.append(nn.LeakyReLU(0.2, inplace=True))
+        layers += [nn.Flatten(), nn.Linear(widths[-1] * 4, features, bias=norm != "all")]
+        layers += [nn.BatchNorm1d(features)] if norm == "all" else []
+        layers.append(nn.LeakyReLU(0.2, inplace=True))
+        self.layers = nn.Sequential(*layers)
         self.classifier = nn.Linear(features, 1)
         self.apply(initialise)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        return self.classifier(self.features(self.convolutions(pictures).flatten(1))).squeeze(1)
+        return self.classifier(self.layers(pictures)).squeeze(1)
 
 
 def power_of_two(size: int) -> int:

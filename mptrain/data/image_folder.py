@@ -1,0 +1,89 @@
+"""Captioned pictures on disk or on the hub, decoded when they are needed."""
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from mptrain.errors import UserError
+
+HUB = "jxie/flickr8k"
+
+Captioned = tuple[Callable[[int], Tensor], list[str]]
+"""Decodes the i-th picture -> (3, size, size) uint8; the captions."""
+
+
+def image_folder(folder: Path | None, size: int) -> tuple[Captioned, Captioned]:
+    """The training and the held-out part; UserError if one is missing or not in this form."""
+    if folder is None:
+        return hub(size)
+    held_out = next((part for part in ("test", "validation") if (folder / part).is_dir()), None)
+    if not (folder / "train").is_dir() or held_out is None:
+        raise UserError(
+            f"data=imagetext: {folder} needs train/ and test/ (or validation/), "
+            "each with a metadata.csv or metadata.jsonl"
+        )
+    return part(folder / "train", size), part(folder / held_out, size)
+
+
+def part(folder: Path, size: int) -> Captioned:
+    """Pictures named in the metadata file, which is as `datasets` wants it: file_name and text (or caption)."""
+    rows = metadata(folder)
+    files = [folder / row["file_name"] for row in rows]
+    captions = [row["text"] if "text" in row else row["caption"] for row in rows]
+    return lambda i: square(files[i], size), captions
+
+
+def metadata(folder: Path) -> list[dict[str, str]]:
+    if (file := folder / "metadata.jsonl").is_file():
+        rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+    elif (file := folder / "metadata.csv").is_file():
+        with file.open(encoding="utf8", newline="") as opened:
+            rows = list(csv.DictReader(opened))
+    else:
+        raise UserError(f"data=imagetext: {folder} has no metadata.csv and no metadata.jsonl")
+    if not rows or any("file_name" not in row or not ({"text", "caption"} & set(row)) for row in rows):
+        raise UserError(f"{file}: every row needs a file_name and a text (or caption)")
+    return rows
+
+
+def square(file: Path | io.BytesIO, size: int) -> Tensor:
+    """The middle square, resized; UserError if it is not a picture."""
+    try:
+        with Image.open(file) as opened:
+            return to_square(opened, size)
+    except OSError as error:
+        raise UserError(
+            f"{file} cannot be read as a picture ({error}); remove it from the metadata or replace it"
+        ) from error
+
+
+def to_square(opened: Image.Image, size: int) -> Tensor:
+    picture = opened.convert("RGB")
+    side = min(picture.size)
+    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    picture = picture.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous()
+
+
+def hub(size: int) -> tuple[Captioned, Captioned]:
+    import datasets
+
+    try:
+        found = datasets.load_dataset(HUB)
+    except Exception as error:
+        raise UserError(
+            f"data=imagetext: the hub's {HUB} cannot be read ({error}); give data_dir=FOLDER with train/ and test/"
+        ) from error
+    return hub_part(found["train"], size), hub_part(found["test"], size)
+
+
+def hub_part(rows, size: int) -> Captioned:
+    caption = next(name for name in ("caption_0", "caption", "text") if name in rows.column_names)
+    return lambda i: to_square(rows[i]["image"], size), list(rows[caption])
