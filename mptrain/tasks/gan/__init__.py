@@ -142,7 +142,7 @@ def build(
     real_label: float = 1.0,
 ) -> GAN:
     """Pictures of `size` pixels; `width` maps next to the picture in both networks, `features` units and batch norm at
-    `norm` of the layers in the discriminator. The discriminator learns from every `d_every`-th batch, the generator from
+    `norm` of the layers in the discriminator. It learns from every `d_every`-th batch, the generator from
     every `g_every`-th. Raises UserError if an option does not fit."""
     if size < 8 or size & (size - 1):
         raise UserError(f"task.size={size} must be a power of two and at least 8; type task.size=32, 64 or 128")
