@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mptrain.data.alphabet import BLANK, ENGLISH, Alphabet, most_frequent, plain_characters, plain_english
+from mptrain.data.alphabet import BLANK, ENGLISH, UNUSED, Alphabet, most_frequent, plain_characters, plain_english
 
 
 def test_english_has_29_classes_and_no_character_is_the_blank():
@@ -43,3 +43,7 @@ def test_plain_characters_of_any_script():
 def test_the_most_frequent_characters_up_to_a_size_that_counts_the_blank():
     alphabet = most_frequent(["bba", "cab"], 3)
     assert alphabet.characters == ["b", "a"] and len(alphabet) == 3
+
+
+def test_classes_beyond_the_alphabet_are_wrong_characters():
+    assert Alphabet("ab").decode([1, 2, 3, 5999]) == f"ab{UNUSED}{UNUSED}"

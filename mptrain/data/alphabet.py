@@ -9,6 +9,9 @@ import numpy as np
 BLANK = 0
 """CTC's "nothing here"; no character has this number."""
 
+UNUSED = "\N{REPLACEMENT CHARACTER}"
+"""What a network with more classes than the alphabet writes for one of the others."""
+
 ENGLISH = " 'abcdefghijklmnopqrstuvwxyz"
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -33,8 +36,8 @@ class Alphabet:
         return np.array([self.numbers[character] for character in text], dtype=np.int64)
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """Numbers without blanks -> text."""
-        return "".join(self.characters[number - 1] for number in numbers)
+        """Numbers without blanks -> text; a number that stands for nothing becomes UNUSED, hence an error in the text."""
+        return "".join(self.characters[n - 1] if n < len(self) else UNUSED for n in numbers)
 
 
 def most_frequent(texts: Iterable[str], size: int) -> Alphabet:
