@@ -369,6 +369,18 @@ def test_a_few_steps_lower_the_loss(model, normalise):
     assert values[-1] < 0.8 * values[0]
 
 
+@pytest.mark.parametrize("model, normalise", [(SSD, "mean"), (SSD, "positives"), (RCNN, None)])
+def test_a_network_full_of_nan_has_a_nan_loss_and_detects_nothing(model, normalise):
+    task = small_task(model, normalise)
+    with torch.no_grad():
+        for parameter in task.models["model"].parameters():
+            parameter.fill_(math.nan)
+        assert task.evaluate(batches(task.test_set, 64))["mAP50"] == 0.0
+        task.models["model"].train()
+        ((_, loss),) = task.losses(task.train_set.__getitems__(BatchKey(np.arange(6), (0,), True, True)))
+    assert math.isnan(loss.item())
+
+
 FITTING = {"model": SSD, "size": 32, "classes": 2, "normalise": "mean"}
 
 

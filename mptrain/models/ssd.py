@@ -22,7 +22,8 @@ from mptrain.models.vgg16_weights import fill, fill_features, read_vgg16
 
 PRIOR = 0.01
 """probability of a class at the first step, where there is no background class"""
-WIDTH = 24
+FINE, COARSE = 64, 128
+"""channels of the small network's two maps"""
 SMALLEST_BOX = 18.0
 """pixels; the largest of the six sizes is 2^(5/3) times as large"""
 
@@ -68,10 +69,12 @@ class SSD(nn.Module):
 class SmallFeatures(nn.Module):
     """VGG in little: 3x3 convolutions and ReLU, no normalisation; maps of a quarter and an eighth of the side."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, fine: int, coarse: int) -> None:
         super().__init__()
-        self.fine = nn.Sequential(*conv(3, width, 2), *conv(width, 2 * width, 2), *conv(2 * width, 4 * width))
-        self.coarse = nn.Sequential(*conv(4 * width, 4 * width, 2), *conv(4 * width, 4 * width))
+        self.fine = nn.Sequential(
+            *conv(3, fine // 4, 2), *conv(fine // 4, fine // 2, 2), *conv(fine // 2, fine), *conv(fine, fine)
+        )
+        self.coarse = nn.Sequential(*conv(fine, coarse, 2), *conv(coarse, coarse))
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
                 start(layer)
@@ -102,8 +105,11 @@ def ssd_small(classes: int, size: int, background: bool, backbone: Path | None =
     ratios = (0.5, 1.0, 2.0)
     generator = AnchorGenerator((tuple(octave[:3]), tuple(octave[3:])), (ratios, ratios))
     outputs = classes + 1 if background else classes
-    head = SSDHead([4 * WIDTH, 4 * WIDTH], generator.num_anchors_per_location(), outputs)
-    return SSD(SmallFeatures(WIDTH), head, generator, (size // 4, size // 8), size, background)
+    head = SSDHead([FINE, COARSE], generator.num_anchors_per_location(), outputs)
+    for part, columns in ((head.classification_head, outputs), (head.regression_head, 4)):
+        # The dense boxes make the heads' 3x3 convolutions more than half of the work; a pixel of the map is enough.
+        part.module_list = nn.ModuleList(nn.Conv2d(width, 9 * columns, 1) for width in (FINE, COARSE))
+    return SSD(SmallFeatures(FINE, COARSE), head, generator, (size // 4, size // 8), size, background)
 
 
 def ssd300_vgg16(classes: int, size: int, background: bool, backbone: Path | None = None) -> SSD:

@@ -20,7 +20,8 @@ def mean_loss(logits: Tensor, offsets: Tensor, labels: Tensor, wanted: Tensor) -
     A gradient is at most 1 / (batch x boxes x classes), which is below FP16's smallest number for large batches.
     """
     positive = labels != BACKGROUND
-    classes = functional.one_hot(labels.clamp(min=0), logits.shape[-1]).float() * positive.unsqueeze(-1)
+    classes = torch.zeros_like(logits)
+    classes[(*positive.nonzero(as_tuple=True), labels[positive])] = 1
     entropy = functional.binary_cross_entropy_with_logits(logits, classes, reduction="sum") / logits.shape[-1]
     total = entropy + box_loss(offsets, wanted, positive) / 4
     return total, torch.tensor(labels.numel(), dtype=torch.float32, device=labels.device)

@@ -26,7 +26,7 @@ def match(targets: list[dict[str, Tensor]], boxes: Tensor) -> tuple[Tensor, Tens
             continue
         objects = target["boxes"].float()
         owner = matcher(box_iou(objects, boxes))
-        taken = owner >= 0
+        taken = torch.where(owner >= 0)[0]
         labels[row, taken] = target["labels"][owner[taken]]
         offsets[row, taken] = coder.encode_single(objects[owner[taken]], boxes[taken])
     return labels, offsets

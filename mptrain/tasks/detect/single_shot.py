@@ -21,8 +21,8 @@ class SingleShot(Task):
 
     def __init__(self, model: SSD, train_set: DetectionSet, test_set: DetectionSet) -> None:
         self.models = {"model": model}
-        self.model, self.train_set, self.test_set = model, train_set, test_set
-        self.boxes = model.default_boxes()
+        self.train_set, self.test_set = train_set, test_set
+        self.boxes, self.side, self.background = model.default_boxes(), model.size, model.background
 
     def losses(self, batch: dict) -> Iterator[tuple[str, Tensor]]:
         logits, offsets = self.outputs(batch)
@@ -30,12 +30,12 @@ class SingleShot(Task):
         yield "model", total / terms.clamp(min=1)
 
     def outputs(self, batch: dict) -> tuple[Tensor, Tensor]:
-        logits, offsets = self.model(batch["images"])
+        logits, offsets = self.models["model"](batch["images"])
         return logits.float(), offsets.float()
 
     def loss(self, logits: Tensor, offsets: Tensor, targets: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
         labels, wanted = match(targets, self.boxes_on(logits.device))
-        compute = positives_loss if self.model.background else mean_loss
+        compute = positives_loss if self.background else mean_loss
         return compute(logits, offsets, labels, wanted)
 
     def boxes_on(self, device: torch.device) -> Tensor:
@@ -52,8 +52,8 @@ class SingleShot(Task):
             logits, offsets = self.outputs(batch)
             part, count = self.loss(logits, offsets, batch["targets"])
             total, terms = total + float(part), terms + float(count)
-            scores = logits.softmax(-1)[..., 1:] if self.model.background else logits.sigmoid()
+            scores = logits.softmax(-1)[..., 1:] if self.background else logits.sigmoid()
             for row, target in enumerate(batch["targets"]):
-                found = decode(scores[row], offsets[row], self.boxes_on(logits.device), self.model.size)
+                found = decode(scores[row], offsets[row], self.boxes_on(logits.device), self.side)
                 precision.add(found, target)
         return {self.metric: precision.value(), "loss": total / max(terms, 1.0)}

@@ -17,12 +17,12 @@ class TwoStage(Task):
 
     def __init__(self, model: FasterRCNN, train_set: DetectionSet, test_set: DetectionSet) -> None:
         self.models = {"model": model}
-        self.model, self.train_set, self.test_set = model, train_set, test_set
+        self.train_set, self.test_set = train_set, test_set
 
     def losses(self, batch: dict) -> Iterator[tuple[str, Tensor]]:
         # Class 0 is background there.
         targets = [{"boxes": t["boxes"].float(), "labels": t["labels"] + 1} for t in batch["targets"]]
-        parts = self.model(list(batch["images"]), targets)
+        parts = self.models["model"](list(batch["images"]), targets)
         yield "model", sum(part.float() for part in parts.values())
 
     def size(self, batch: dict) -> int:
@@ -31,6 +31,7 @@ class TwoStage(Task):
     def evaluate(self, batches: Iterable[dict]) -> dict[str, float]:
         precision = AveragePrecision()
         for batch in batches:
-            for found, target in zip(self.model(list(batch["images"])), batch["targets"], strict=True):
+            detections = self.models["model"](list(batch["images"]))
+            for found, target in zip(detections, batch["targets"], strict=True):
                 precision.add({**found, "labels": found["labels"] - 1}, target)
         return {self.metric: precision.value()}
