@@ -149,9 +149,7 @@ class DecodedPictures(Dataset):
             with Image.open(encoded) as opened:
                 picture = opened.convert("L" if self.channels == 1 else "RGB")
         except (OSError, SyntaxError, ValueError) as error:
-            raise UserError(
-                f"{where} cannot be decoded ({error}); remove it or replace it with a good copy"
-            ) from error
+            raise UserError(f"{where} cannot be decoded ({error}); remove it or replace it with a good copy") from error
         return np.asarray(cut(picture, self.image_size, self.augment, rng))
 
 
