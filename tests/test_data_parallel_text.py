@@ -68,7 +68,10 @@ def test_hub_layout_saved_on_disk(tmp_path):
 
 def test_embedded_sentences_hold_out_whole_components():
     train, test = load(DataSpec("homeassistant"), Sizes(5000, 7000, 40, True), "en", "de")
-    assert train.kind == "real" and len(train) + len(train.left_out) == len(samples.read("homeassistant_en_de", "train")) > 10000
+    assert (
+        train.kind == "real"
+        and len(train) + len(train.left_out) == len(samples.read("homeassistant_en_de", "train")) > 10000
+    )
     rows = samples.read("homeassistant_en_de", "test")
     assert len(test) == len(rows) > 700
     assert len(train.target_vocabulary) == 7000

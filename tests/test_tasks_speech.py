@@ -169,3 +169,14 @@ def test_what_was_heard_is_written_down(tmp_path):
 def test_mistakes_are_answered(options, message):
     with pytest.raises(UserError, match=message):
         small(**options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_is_fp32_and_gradients_finite_whatever_the_products_ran_in(dtype):
+    task = small()
+    batch = task.train_set.__getitems__(BatchKey(np.array([0, 1]), (0,), True, True))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        ((name, loss),) = task.losses(batch)
+    loss.backward()
+    assert name == "model" and loss.dtype == torch.float32
+    assert all(p.grad.isfinite().all() for p in task.models["model"].parameters())

@@ -165,3 +165,15 @@ def test_translations_are_written_down(tmp_path):
 def test_mistakes_are_answered(options, message):
     with pytest.raises(UserError, match=message):
         small(**options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_all_padding_source_leaves_loss_and_gradients_finite_whatever_the_products_ran_in(dtype):
+    task = small(residual=True, tie=True)
+    batch = batch_of(task, 0, 1)
+    batch["source_lengths"][0] = 0
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        ((name, loss),) = task.losses(batch)
+    loss.backward()
+    assert name == "model" and loss.dtype == torch.float32 and loss.isfinite()
+    assert all(p.grad.isfinite().all() for p in task.models["model"].parameters())

@@ -36,7 +36,7 @@ class Alphabet:
         return np.array([self.numbers[character] for character in text], dtype=np.int64)
 
     def decode(self, numbers: Iterable[int]) -> str:
-        """Numbers without blanks -> text; a number that stands for nothing becomes UNUSED, hence an error in the text."""
+        """Numbers without blanks -> text; a number that stands for nothing becomes UNUSED, which counts as an error."""
         return "".join(self.characters[n - 1] if n < len(self) else UNUSED for n in numbers)
 
 

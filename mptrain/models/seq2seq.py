@@ -26,12 +26,12 @@ def reverse_each(x: Tensor, lengths: Tensor) -> Tensor:
     return x[torch.arange(x.shape[0], device=x.device).unsqueeze(1), index]
 
 
-def attend(query: Tensor, memory: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, memory: Tensor, mask: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Dot-product attention: query (B, T, H), memory (B, S, H), mask (B, S) -> context (B, T, H), weights (B, T, S).
 
     The softmax runs in FP32. A query without a single real key gets zero weights and a zero context, not NaN.
     """
-    scores = torch.matmul(query, memory.transpose(1, 2)).float()
+    scores = torch.matmul(query, memory.transpose(1, 2)).float() * scale
     keep = mask.unsqueeze(1)
     weights = scores.masked_fill(~keep, -torch.inf).masked_fill(~keep.any(-1, keepdim=True), 0.0).softmax(-1)
     weights = weights.masked_fill(~keep, 0.0)
@@ -92,7 +92,10 @@ class Seq2Seq(nn.Module):
         if tie:
             self.output.weight = self.target_embedding.weight
             nn.init.normal_(self.target_embedding.weight, std=width**-0.5)
-        self.scale = width**0.5 if tie else 1.0
+        # Tied embeddings are small enough for the output layer, so the LSTM gets them enlarged to variance 1. Residual
+        # sums have about that variance in every cell (plain LSTM outputs are small): their dot products are scaled.
+        self.embedding_scale = width**0.5 if tie else 1.0
+        self.attention_scale = width**-0.5 if residual else 1.0
 
     def encode(self, source: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Sentences (B, S) with their lengths (B,) -> memory (B, S, width), mask (B, S)."""
@@ -112,8 +115,8 @@ class Seq2Seq(nn.Module):
 
     def decode(self, words: Tensor, memory: Tensor, mask: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """Words so far (B, T) -> logits of the next (B, T, V), attention weights (B, T, S), state after the last."""
-        hidden, state = self.decoder(self.target_embedding(words) * self.scale, state)
-        context, weights = attend(self.query(hidden), memory, mask)
+        hidden, state = self.decoder(self.target_embedding(words) * self.embedding_scale, state)
+        context, weights = attend(self.query(hidden), memory, mask, self.attention_scale)
         mixed = torch.tanh(self.combine(torch.cat([context.type_as(hidden), hidden], -1)))
         return self.output(self.dropout(mixed)), weights, state
 
