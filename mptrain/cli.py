@@ -7,11 +7,17 @@ mptrain compare [FOLDER...]                verbs: one function each, found in VE
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib
 import itertools
+import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Any
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 from mptrain import __version__, files
 from mptrain.errors import UserError
@@ -20,6 +26,9 @@ VERBS = {
     "compare": ("mptrain.results.compare:compare", "tables of finished runs beside their FP32 baseline"),
     "doctor": ("mptrain.doctor:doctor", "what runs natively here, what is emulated, and how fast"),
 }
+
+OPEN = ("task", "optimizer", "schedule")
+"""Parts of the configuration to which options can be added."""
 
 HELP = """mptrain: mixed precision training experiments, every precision beside FP32
 
@@ -49,22 +58,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv)
     except UserError as error:
-        print(f"mptrain: {error}".replace("\n", "\n         "), file=sys.stderr)
+        _complain(error)
         return 1
-    except KeyboardInterrupt:
-        print("\nmptrain: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        _complain(stop if str(stop) else "interrupted; the same command goes on from the last checkpoint")
         return 130
     except BrokenPipeError:
         sys.stderr.close()
         return 141
 
 
+def _complain(message: object) -> None:
+    print(f"mptrain: {message}".replace("\n", "\n         "), file=sys.stderr)
+
+
 def _run(argv: list[str]) -> int:
     if not argv:
         print(_recipes())
-        return 0
-    if argv[0] in ("--help", "-h", "help"):
-        print(_help())
         return 0
     if argv[0] == "--version":
         print(f"mptrain {__version__}")
@@ -72,9 +82,12 @@ def _run(argv: list[str]) -> int:
     if argv[0] in VERBS:
         module, _, function = VERBS[argv[0]][0].partition(":")
         return getattr(importlib.import_module(module), function)(argv[1:])
+    if argv[0] == "help" or "--help" in argv or "-h" in argv:
+        print(_help())
+        return 0
     if argv[0] == "train":
         argv = argv[1:]
-    elif not argv[0].startswith("-") and "=" not in argv[0] and not argv[0].startswith("~"):
+    elif not argv[0].startswith(("-", "~")) and "=" not in argv[0]:
         raise UserError(f"'{argv[0]}' is neither a verb nor key=value; {files.suggest(argv[0], ['train', *VERBS])}")
     return _train(argv)
 
@@ -96,30 +109,28 @@ def _recipes() -> str:
 
 def _train(argv: list[str]) -> int:
     """Checks the command line, then lets Hydra compose it and launch its jobs."""
-    argv = [f"+{a}" if a.startswith("recipe=") else a for a in argv]
-    _check(argv)
-    failures: list[tuple[str, str]] = []
+    argv = _check([f"+{a}" if a.startswith("recipe=") else a for a in argv])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    failures: list[tuple[str, Exception]] = []
     _store_recipes()
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
+    launcher = os.getpid()
+
     def job(composed: Any) -> None:
-        from omegaconf import OmegaConf
-
-        from mptrain.config import check
-
-        config = check(OmegaConf.to_container(composed, resolve=True))  # type: ignore[arg-type]
-        from mptrain.train import train
-
-        many = HydraConfig.get().mode == RunMode.MULTIRUN
+        here = HydraConfig.get()
         try:
-            train(config)
-        except (UserError, OSError) as error:
-            if not many:
+            with contextlib.chdir(here.runtime.cwd):
+                _one_run(composed)
+        except Exception as error:
+            if os.getpid() != launcher:  # a launcher of another machine or process brings the error home itself
                 raise
-            failures.append((config.folder().name, str(error)))
-            print(f"mptrain: {error}", file=sys.stderr)
+            many = here.mode == RunMode.MULTIRUN
+            failures.append((" ".join(here.overrides.task) if many else "", error))
+            if many:
+                _complain(_sentence(error))
 
     run = hydra.main(version_base="1.3", config_path=str(files.folder("configs").resolve()), config_name="config")(job)
     before = sys.argv
@@ -129,31 +140,60 @@ def _train(argv: list[str]) -> int:
             run()
     finally:
         sys.argv = before
+    for _, error in failures:
+        if not isinstance(error, (UserError, OSError)):
+            traceback.print_exception(error)
+    if failures and not failures[0][0]:
+        raise UserError(_sentence(failures[0][1]))
     if failures:
-        listed = "\n".join(f"{name}: {reason}" for name, reason in failures)
+        listed = "\n".join(f"{overrides}: {_sentence(error)}" for overrides, error in failures)
         raise UserError(f"{len(failures)} of the runs failed:\n{listed}")
     return 0
 
 
-def _errors_pass_through():
-    """Hydra prints a shortened traceback for errors of a job and exits; ours have their own form."""
+def _one_run(composed: Any) -> None:
+    from omegaconf import OmegaConf
+
+    from mptrain.config import check
+
+    values: Any = OmegaConf.to_container(composed, resolve=True)
+    if isinstance(folder := values.get("data_dir"), str) and folder:
+        values["data_dir"] = str(Path(folder).expanduser().absolute())
+    config = check(values)
+    from mptrain.train import train
+
+    train(config)
+
+
+def _sentence(error: BaseException) -> str:
+    """An error as one message: ours as it is, the system's with the file it is about, any other with its kind."""
+    if isinstance(error, OSError) and error.strerror:
+        about = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"{about}; once this is mended the same command goes on from the last checkpoint"
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def _errors_pass_through() -> Any:
+    """Hydra prints a shortened traceback for errors and exits; ours have their own form."""
     from unittest.mock import patch
 
     def run_and_report(function: Any) -> Any:
         from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
 
         try:
             return function()
-        except HydraException as error:
-            raise UserError(_first_lines(error)) from error
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UserError(_readable(error)) from error
         except OSError as error:
-            raise UserError(str(error)) from error
+            raise UserError(_sentence(error)) from error
 
     return patch("hydra._internal.utils.run_and_report", run_and_report)
 
 
-def _first_lines(error: Exception) -> str:
-    return "\n".join(line for line in str(error).splitlines() if line.strip())[:2000]
+def _readable(error: BaseException) -> str:
+    text = f"{error}\n{error.__cause__ or ''}"
+    return "\n".join(dict.fromkeys(line.rstrip() for line in text.splitlines() if line.strip()))[:2000]
 
 
 def _store_recipes() -> None:
@@ -169,29 +209,43 @@ def _store_recipes() -> None:
 # The check before Hydra: all complaints at once, in milliseconds.
 
 
-def _check(argv: list[str]) -> None:
+def _check(argv: list[str]) -> list[str]:
+    """Raises UserError with all complaints; returns the arguments in the order that Hydra's parser understands."""
     from hydra._internal.utils import get_args_parser
+    from hydra.core.utils import setup_globals
 
-    arguments = get_args_parser().parse_args(argv)
-    if arguments.hydra_help or arguments.shell_completion:
-        return
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    arguments = parser.parse_intermixed_args(argv)
+    options = list(argv)
+    for override in arguments.overrides:
+        options.remove(override)
+    ordered = [*arguments.overrides, *options]
+    if arguments.hydra_help or arguments.shell_completion or arguments.config_dir or arguments.config_path:
+        return ordered
+    setup_globals()
     complaints, changes, groups = _parse(arguments.overrides)
-    recipes = groups.pop("recipe", [])
-    precisions = groups.pop("precision", ["fp32"])
-    for kind, chosen in (("recipe", recipes), ("precision", precisions)):
-        known = files.names(kind)
+    known = {kind: files.names(kind) for kind in ("recipe", "precision")}
+    for kind, chosen in groups.items():
         complaints += [
-            f"{kind}={name} is unknown; {files.suggest(name, known)}" for name in chosen if name not in known
+            f"{kind}={name} is unknown; {files.suggest(name, known[kind])}"
+            for name in chosen
+            if name not in known[kind]
         ]
-    if not recipes:
-        complaints.append(f"no recipe is named; write +recipe=NAME, there are {', '.join(files.names('recipe'))}")
-    recipes = [name for name in recipes if name in files.names("recipe")]
-    precisions = [name for name in precisions if name in files.names("precision")]
-    chosen_recipes: list[str | None] = [*recipes] or [None]
-    for recipe, precision in itertools.product(chosen_recipes, precisions or ["fp32"]):
+    looking = arguments.cfg is not None or arguments.info is not None
+    if not groups.get("recipe") and not looking:
+        complaints.append(f"no recipe is named; write +recipe=NAME, {files.suggest('', known['recipe'])}")
+    recipes: list[str | None] = [name for name in groups.get("recipe", []) if name in known["recipe"]]
+    precisions = [name for name in groups.get("precision", []) if name in known["precision"]]
+    for recipe, precision in itertools.product(recipes or [None], precisions or ["fp32"]):
         complaints += _complaints(recipe, precision, changes)
     if complaints := list(dict.fromkeys(complaints)):
         raise UserError("\n".join(complaints))
+    return ordered
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}; see mptrain --help")
 
 
 def _parse(overrides: list[str]) -> tuple[list[str], list[Any], dict[str, list[str]]]:
@@ -206,19 +260,27 @@ def _parse(overrides: list[str]) -> tuple[list[str], list[Any], dict[str, list[s
         try:
             override = parser.parse_override(text)
         except HydraException:
-            complaints.append(f"'{text}' is not key=value; quote values with spaces or commas: 'key=\"a, b\"'")
+            complaints.append(
+                f"'{text}' cannot be read as key=value; put a value with signs of its own in two pairs of quotes: "
+                "'key=\"a, b\"'"
+            )
             continue
         key = override.key_or_group
-        if key.split(".")[0].split("/")[0] == "hydra" or override.is_delete():
+        if key.split(".")[0].split("/")[0] == "hydra":
             continue
-        if key in ("recipe", "precision"):
-            groups[key] = [str(value) for value in _values(override)]
+        if key in ("recipe", "precision") and not override.is_delete():
+            groups[key] = groups.get(key, []) + [str(value) for value in _values(override, files.names(key))]
         else:
             changes.append(override)
     return complaints, changes, groups
 
 
-def _values(override: Any) -> list[Any]:
+def _values(override: Any, names: list[str]) -> list[Any]:
+    """All values of a sweep, or the one there is; `names` are what a glob chooses from."""
+    from hydra.core.override_parser.types import Glob
+
+    if isinstance(override.value(), Glob):
+        return override.value().filter(names)
     if not override.is_sweep_override():
         return [override.value()]
     if override.is_discrete_sweep() or override.is_choice_sweep() or override.is_range_sweep():
@@ -228,55 +290,76 @@ def _values(override: Any) -> list[Any]:
 
 def _complaints(recipe: str | None, precision: str, changes: list[Any]) -> list[str]:
     """Without a recipe, what a recipe would set is not missed and its options are not looked at."""
-    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     from mptrain.config import check
 
     try:
         baseline = _compose(recipe, precision)
-    except UserError as error:
-        return [str(error)]
-    complaints = []
-    settable = []
-    for override in changes:
-        key = override.key_or_group
-        if (complaint := _about_key(key, override.is_add(), baseline)) is not None:
-            complaints.append(complaint)
-        else:
-            settable.append((key, _plain_values(override)))
-    for values in itertools.islice(itertools.product(*(values for _, values in settable)), 500):
-        config = OmegaConf.create(baseline)
-        for (key, _), value in zip(settable, values, strict=True):
-            OmegaConf.update(config, key, value, merge=False)
+    except (UserError, OmegaConfBaseException) as error:
+        return [f"recipe={recipe} with precision={precision}: {_readable(error)}"]
+    complaints = [found for change in changes if (found := _about_key(change, baseline)) is not None]
+    settable = [change for change in changes if _about_key(change, baseline) is None]
+    values = [[(change, _unquote(value)) for value in _values(change, [])] or [(change, None)] for change in settable]
+    for chosen in itertools.islice(itertools.product(*values), 200):
         try:
-            check(OmegaConf.to_container(config, resolve=True), baseline)  # type: ignore[arg-type]
+            check(_changed(baseline, chosen), baseline)
         except UserError as error:
             complaints += [line for line in str(error).splitlines() if recipe or " is not set" not in line]
+        except OmegaConfBaseException as error:
+            complaints.append(_readable(error))
     return complaints
 
 
-def _plain_values(override: Any) -> list[Any]:
-    if override.is_sweep_override():
-        return [_unquote(value) for value in _values(override)]
-    return [_unquote(override.value())]
+def _changed(baseline: dict[str, Any], chosen: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+    """The composed configuration with values set, merged or deleted as Hydra does it."""
+    from omegaconf import OmegaConf
+
+    config = copy.deepcopy(baseline)
+    interpolated = False
+    for override, value in chosen:
+        *path, last = override.key_or_group.split(".")
+        at = config
+        for part in path:
+            at = at.setdefault(part, {})
+        if override.is_delete():
+            at.pop(last, None)
+        elif isinstance(value, dict) and isinstance(at.get(last), dict):
+            at[last] |= {key: _unquote(item) for key, item in value.items()}
+        elif "${hydra" not in str(value):  # known only once Hydra runs
+            at[last] = value
+            interpolated = interpolated or "${" in str(value)
+    return OmegaConf.to_container(OmegaConf.create(config), resolve=True) if interpolated else config  # type: ignore
 
 
 def _unquote(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unquote(item) for item in value]
     return value.text if type(value).__name__ == "QuotedString" else value
 
 
-def _about_key(key: str, added: bool, baseline: dict[str, Any]) -> str | None:
-    parts = key.split(".")
+def _about_key(override: Any, baseline: dict[str, Any]) -> str | None:
+    """What is wrong with the key of an override, or None."""
+    from mptrain.options import OPTIMIZERS, SCHEDULES
+
+    key = override.key_or_group
+    section, *rest = key.split(".")
     at: Any = baseline
-    for depth, part in enumerate(parts):
-        if isinstance(at, dict) and part in at:
+    for part in (section, *rest):
+        if isinstance(at, Mapping) and part in at:
             at = at[part]
+            if override.is_delete() and not (rest and section in OPEN):
+                return f"{key} cannot be taken out, only set: {key}=..."
             continue
-        if depth and parts[0] in ("optimizer", "schedule", "task") and (added or baseline["recipe"] is None):
-            return None
-        known = sorted(_keys(baseline))
-        near = files.suggest(key, known).partition("there are")[0]
-        return f"{key} is unknown; {near}all keys: mptrain +recipe={baseline['recipe'] or 'NAME'} --cfg job"
+        if section in OPEN and len(rest) == 1:
+            if override.is_add() or not baseline["recipe"]:
+                return None
+            options = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}.get(section, {})
+            if part in options.get(baseline[section].get("name"), {}):
+                return f"{key} is not set by recipe={baseline['recipe']}; add it with a plus sign: +{key}=..."
+        near = files.suggest(key, sorted(_keys(baseline))).partition("there are")[0]
+        show = f"mptrain +recipe={baseline['recipe'] or 'NAME'} --cfg job"
+        return f"{key or 'an empty key'} is unknown; {near}all keys: {show}"
     return None
 
 

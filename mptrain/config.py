@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mptrain.errors import UserError
+from mptrain.files import suggest
+from mptrain.options import OPTIMIZERS, SCHEDULES
 from mptrain.precision import modes
 from mptrain.precision.modes import Precision
 
-OPTIMIZERS = ("sgd", "adam", "adamw", "adagrad", "rmsprop")
-SCHEDULES = ("constant", "cosine", "linear", "onecycle", "step", "exponential")
-
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, le=10**12)]
+Whole = Annotated[int, Field(ge=0, le=10**12)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -48,12 +48,12 @@ class TaskConfig(_Open):
 
 
 class OptimizerConfig(_Open):
-    name: Literal[OPTIMIZERS]  # type: ignore[valid-type]
+    name: Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
     lr: NotNegative
 
 
 class ScheduleConfig(_Open):
-    name: Literal[SCHEDULES]  # type: ignore[valid-type]
+    name: Literal[tuple(SCHEDULES)]  # type: ignore[valid-type]
     warmup: Whole = 0
 
 
@@ -78,10 +78,10 @@ class ScalingConfig(_Model):
 class Config(_Model):
     """One run. Fields are explained in configs/config.yaml."""
 
-    recipe: str
+    recipe: Text
     task: TaskConfig
-    data: str
-    data_dir: str | None
+    data: Text
+    data_dir: Text | None
     steps: Count
     batch_size: Count
     accumulate: Count
@@ -98,10 +98,10 @@ class Config(_Model):
     count: bool
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
-    threads: Count | None
-    workers: Whole
-    results: str
-    out: str | None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None
+    workers: Annotated[int, Field(ge=0, le=256)]
+    results: Text
+    out: Text | None
     warmup: Whole
     log_every: Count
     checkpoint_every: Count
@@ -117,7 +117,7 @@ class Config(_Model):
     def scale_name(self) -> str:
         """ "none", "dynamic" or the static number."""
         scale = self.numbers.scale if self.scale is None else self.scale
-        return scale if isinstance(scale, str) else f"{scale:g}"
+        return scale if isinstance(scale, str) else repr(float(scale)).removesuffix(".0")
 
     @property
     def scale_label(self) -> str:
@@ -135,16 +135,20 @@ class Config(_Model):
         return _digest(self.decisive())
 
     def comparable(self) -> str:
-        """Stands for everything but precision, scale and seed: what runs in one table have in common."""
-        return _digest(self.model_dump(exclude=COSMETIC | {"precision", "scale", "scaling", "seed", "paper", "count"}))
+        """Stands for the settings that runs in one table have in common.
+
+        Where the data lies and the device that was asked for are left out: a record names both as they were found.
+        """
+        apart = {"precision", "scale", "scaling", "max_skips", "seed", "count", "data_dir", "device", "threads"}
+        return _digest(self.model_dump(exclude=COSMETIC | apart))
 
     def folder(self) -> Path:
         """Where the run goes, as an absolute path."""
         if self.out is not None:
-            return Path(self.out).absolute()
+            return Path(self.out).expanduser().absolute()
         scale = self.scale_label.replace(" ", "-").replace("=", "")
         name = f"{self.recipe}-{self.numbers.name}-scale_{scale}-seed{self.seed}-{self.identity()}"
-        return Path(self.results).absolute() / name
+        return Path(self.results).expanduser().absolute() / name
 
 
 COSMETIC = {"results", "out", "log_every", "checkpoint_every", "tensorboard", "progress", "workers", "warmup", "paper"}
@@ -173,20 +177,19 @@ def check(values: Mapping[str, Any], baseline: Mapping[str, Any] | None = None) 
     except ValidationError as error:
         complaints += [_sentence(e) for e in error.errors()]
     complaints = list(dict.fromkeys(complaints))
-    complaints += modes.complaints_about(values.get("precision") or {})
-    complaints += _about_scale(values)
+    precision, scaling = ({} if not isinstance(values.get(k), dict) else values[k] for k in ("precision", "scaling"))
+    complaints += modes.complaints_about(precision)
+    complaints += _about_scale(values.get("scale"), precision, scaling)
     for section in ("task", "optimizer", "schedule"):
-        before = (baseline or {}).get(section) or {}
-        complaints += _about_options(section, values.get(section) or {}, before)
+        before, now = (baseline or {}).get(section) or {}, values.get(section)
+        complaints += _about_options(section, now, before) if isinstance(now, dict) else []
     if complaints or config is None:
         raise UserError("\n".join(complaints))
     return config
 
 
-def _about_scale(values: Mapping[str, Any]) -> list[str]:
-    scale = values.get("scale")
-    settings = values.get("scaling") or {}
-    effective = (values.get("precision") or {}).get("scale", "none") if scale is None else scale
+def _about_scale(scale: Any, precision: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    effective = precision.get("scale", "none") if scale is None else scale
     found = []
     if isinstance(scale, bool) or (isinstance(scale, str) and scale not in ("dynamic", "none")):
         found.append(f"scale={scale}: give a positive number (static), dynamic or none")
@@ -206,19 +209,33 @@ def _about_scale(values: Mapping[str, Any]) -> list[str]:
 
 
 def _about_options(section: str, options: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
-    """An option keeps the type it has in the yaml; numbers are finite, and not negative where the yaml's is not."""
+    """An option keeps the type it has by default; numbers are finite, and not negative where the default is not."""
+    known = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}.get(section, {}).get(str(options.get("name")))
     found = []
     for key, value in options.items():
-        default = baseline.get(key)
         name = f"{section}.{key}"
-        if isinstance(value, float) and not math.isfinite(value):
-            found.append(f"{name}={value}: give a finite number")
-        elif default is None or value is None or key in ("name", "lr", "warmup"):
+        if key in ("name", "lr", "warmup"):
+            continue
+        if known is not None and key not in known:
+            cure = f"take it out (~{name}); " if key in baseline else ""
+            found.append(f"{name} is not an option of {options['name']}; {cure}{suggest(key, list(known))}")
+            continue
+        default = baseline.get(key) if known is None else known[key]
+        items = value if isinstance(value, list) else [value]
+        numbers = [item for item in items if isinstance(item, (int, float)) and not isinstance(item, bool)]
+        if not all(math.isfinite(number) for number in numbers):
+            found.append(f"{name}={value}: give finite numbers")
+        elif default is None or (value is None and known is None):
             continue
         elif not _same_type(value, default):
             found.append(f"{name}={value}: give {_kind(default)}, as {default} is")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0 <= default:
+        elif isinstance(default, (int, float)) and numbers and numbers[0] < 0 <= default:
             found.append(f"{name}={value}: give a number that is not negative")
+    if section == "schedule" and options.get("every") == 0:
+        found.append("schedule.every=0: give a number of steps, 1 or more")
+    milestones = options.get("milestones", []) if section == "schedule" else []
+    if isinstance(milestones, list) and not all(type(step) is int for step in milestones):
+        found.append(f"schedule.milestones={milestones}: give steps, as [1000,2000] is")
     return found
 
 
@@ -227,6 +244,8 @@ def _same_type(value: Any, default: Any) -> bool:
         return isinstance(default, bool) and isinstance(value, bool)
     if isinstance(default, float):
         return isinstance(value, (int, float))
+    if isinstance(default, list):
+        return isinstance(value, list) and all(_same_type(item, (default or value)[0]) for item in value)
     return isinstance(value, type(default))
 
 
@@ -250,7 +269,9 @@ def _sentence(error: Any) -> str:
         "finite_number": "a finite number",
         "bool_type": "true or false",
         "string_type": "text",
+        "string_too_short": "a name, or leave it out",
         "dict_type": "a mapping",
+        "model_type": "a mapping",
         "greater_than_equal": f"a number of {limits.get('ge')} or more",
         "greater_than": f"a number above {limits.get('gt')}",
         "less_than": f"a number below {limits.get('lt')}",

@@ -5,14 +5,16 @@ from __future__ import annotations
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from mptrain import __version__
 from mptrain.precision import hardware
@@ -39,12 +41,12 @@ class Throughput:
         self._wait = wait
         self._clock = clock
 
-    def step(self, units: int) -> None:
-        """One training step over so many units has been issued."""
+    def step(self, units: int, counted: bool = True) -> None:
+        """One training step over so many units has been issued; not counted if it was slowed by instruments."""
         self._seen += 1
         if self._since is not None:
-            self.steps += 1
-            self._units += units
+            self.steps += counted
+            self._units += units * counted
         elif self._seen == self.warmup:
             self._wait()
             self._since = self._clock()
@@ -71,51 +73,95 @@ class Throughput:
 
     def result(self) -> dict[str, Any]:
         """{value, unit, warmup, steps}; value is None if no step came after the warm-up."""
-        if self._since is not None:
-            self._wait()
-            now = self._clock()
-            self._seconds += now - self._since
-            self._since = now
-        value = self._units / self._seconds if self.steps and self._seconds > 0 else None
+        with self.paused():
+            value = self._units / self._seconds if self.steps and self._seconds > 0 else None
         return {"value": value, "unit": f"{self.unit}/s", "warmup": self.warmup, "steps": self.steps}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted and timed so far; call while paused. A resumed process warms up anew."""
+        return {"steps": self.steps, "units": self._units, "seconds": self._seconds}
 
-class FirstStep:
-    """Looks at one step, the first, which the throughput leaves out: formats that ran, and memory on a CPU.
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self._units, self._seconds = state["steps"], state["units"], state["seconds"]
 
-    On a CPU memory is the peak of live tensor bytes that torch's MemTracker counts over that step; under emulation
-    this includes the FP32 image of one operation at a time. On a GPU it is `max_memory_allocated` of the whole run.
+
+class LiveBytes(TorchDispatchMode):
+    """While it is on, the peak of the bytes of all live tensors that operations take or give, each storage once.
+
+    Temporaries inside a kernel are not seen. torch's own MemTracker does the same and more, but refuses steps with
+    several forward passes (accumulation, the two passes of a discriminator).
+    """
+
+    def __init__(self, held: Iterable[Tensor]):
+        super().__init__()
+        self.live = self.peak = 0
+        self._alive: dict[int, Any] = {}
+        self._see(held)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self._see(tree_iter((args, kwargs, result)))
+        return result
+
+    def _see(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and value.layout == torch.strided:
+                storage = value.untyped_storage()
+                if (key := id(storage)) not in self._alive:
+                    self._alive[key] = weakref.finalize(storage, self._forget, key, size := storage.nbytes())
+                    self.live += size
+                    self.peak = max(self.peak, self.live)
+
+    def _forget(self, key: int, size: int) -> None:
+        del self._alive[key]
+        self.live -= size
+
+    def __exit__(self, *exception) -> None:
+        super().__exit__(*exception)
+        for finalizer in self._alive.values():
+            finalizer.detach()
+
+
+class Instruments:
+    """Look at two steps that the throughput leaves out: formats that ran, and memory on a CPU.
+
+    These are the first step and the first that finds the optimizers' state in place. On a CPU memory is the peak of
+    live tensor bytes in such a step; under emulation this includes the FP32 image of one operation at a time. On a
+    GPU it is `max_memory_allocated` of the whole run.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.dtypes: dict[str, str] = {}
-        self.peak_bytes: int | None = None
+        self.peak_bytes = 0
+        self.settled = False
 
     @contextmanager
-    def watching(self, models: list[nn.Module], optimizers: list[Optimizer]) -> Iterator[None]:
-        with ExitStack() as stack:
-            tracker = None
-            if self.device.type == "cpu":
-                from torch.distributed._tools.mem_tracker import MemTracker
-
-                tracker = MemTracker()
-                tracker.track_external(*models, *optimizers)
-                stack.enter_context(tracker)
-            ran = stack.enter_context(RanDtypes())
+    def watching(self, held: Iterable[Tensor]) -> Iterator[None]:
+        """held: the tensors that live through the step whether it uses them or not, e.g. averaged weights."""
+        live = LiveBytes(held) if self.device.type == "cpu" else None
+        with live or nullcontext(), RanDtypes() as ran:
             yield
         self.dtypes = ran.table()
-        if tracker is not None:
-            peak = tracker.get_tracker_snapshot("peak")
-            self.peak_bytes = next((total["Total"] for place, total in peak.items() if place.type == "cpu"), None)
+        if live is not None:
+            self.peak_bytes = max(self.peak_bytes, live.peak)
 
     def memory(self) -> dict[str, Any]:
-        """{peak_mib, how}"""
+        """{peak_mib, how}, and on a GPU reserved_mib, which counts what the allocator keeps"""
         if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-            return {"peak_mib": peak / 2**20, "how": "torch.cuda.max_memory_allocated"}
-        peak_mib = None if self.peak_bytes is None else self.peak_bytes / 2**20
-        return {"peak_mib": peak_mib, "how": "MemTracker: live tensor bytes, peak of one step"}
+            return {
+                "peak_mib": torch.cuda.max_memory_allocated(self.device) / 2**20,
+                "reserved_mib": torch.cuda.max_memory_reserved(self.device) / 2**20,
+                "how": "torch.cuda.max_memory_allocated",
+            }
+        peak_mib = self.peak_bytes / 2**20 if self.peak_bytes else None
+        return {"peak_mib": peak_mib, "how": "live tensor bytes, peak of one step"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dtypes": self.dtypes, "peak_bytes": self.peak_bytes, "settled": self.settled}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dtypes, self.peak_bytes, self.settled = state["dtypes"], state["peak_bytes"], state["settled"]
 
 
 def waiter(device: torch.device) -> Callable[[], None]:

@@ -36,7 +36,8 @@ class Progress(AbstractContextManager):
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(record.folder), purge_step=start + 1 if start else None)
+            # what a killed process showed beyond its last checkpoint comes again
+            self.writer = SummaryWriter(str(record.folder), purge_step=start + 1)
 
     def __enter__(self) -> Progress:
         if self.bar is not None:
@@ -61,3 +62,14 @@ class Progress(AbstractContextManager):
                     self.writer.add_scalar(f"train/{name}", value, step)
             for name in ("lr", "scale"):
                 self.writer.add_scalar(f"train/{name}", line[name], step)
+
+    def evaluated(self, step: int, result: dict[str, float]) -> None:
+        """The numbers of one evaluation."""
+        if self.writer is not None:
+            for name, value in result.items():
+                self.writer.add_scalar(f"eval/{name}", value, step)
+
+    def flush(self) -> None:
+        """Brings to the disk what has been shown, before a checkpoint relies on it."""
+        if self.writer is not None:
+            self.writer.flush()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import random
-import signal
+import gc
+import json
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -12,10 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from mptrain import measure, optim, tasks
+from mptrain import measure, optim, process, tasks
 from mptrain.config import COSMETIC, Config
 from mptrain.data.dataset import Batch, DataSpec, batches
 from mptrain.data.loader import Loader, mover
@@ -23,6 +23,7 @@ from mptrain.errors import UserError
 from mptrain.precision import hardware, ran, scaling
 from mptrain.precision.buffers import MovingBuffers
 from mptrain.precision.counting import Counter
+from mptrain.process import Stopped
 from mptrain.progress import Progress
 from mptrain.results import checkpoint
 from mptrain.results.record import Record, write_atomically
@@ -36,24 +37,20 @@ def train(config: Config) -> dict[str, Any]:
     KeyboardInterrupt after SIGINT or SIGTERM, with a checkpoint written; any other error is recorded as "failed".
     """
     record = Record(config.folder())
-    before = record.read_summary()
     with record.opened(config.model_dump(), COSMETIC):
+        before = record.read_summary()
         if before is not None and before["status"] != "failed":
             print(f"already {before['status']}, nothing to do: {record.folder}")
             return before
         record.forget_failure()
-        with hardware.tf32(config.numbers.compute == "tf32"), _threads(config.threads), _stop_requests() as stop:
+        with hardware.tf32(config.numbers.compute == "tf32"), process.threads(config.threads):
             try:
-                return Run(config, record).to_the_end(stop)
-            except (KeyboardInterrupt, Stopped):
-                raise
+                summary = Run(config, record).to_the_end()
             except Exception as error:
                 _note_failure(record, config, error)
                 raise
-
-
-class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM arrived, and the run was left resumable."""
+    print(f"{summary['status']}: {outcome(summary)}  {record.folder}")
+    return summary
 
 
 class Run:
@@ -63,8 +60,10 @@ class Run:
         self.config, self.record = config, record
         self.started = datetime.now(UTC)
         self.device = hardware.resolve(config.device)
-        seed_everything(config.seed)
+        process.seed_everything(config.seed)
         if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         folder = None if config.data_dir is None else Path(config.data_dir).absolute()
         self.task = tasks.build(config.task.name, DataSpec(config.data, folder, config.seed), **config.task.options)
@@ -102,71 +101,77 @@ class Run:
         )
         self.to_device = mover(self.device)
         self.throughput = measure.Throughput(self.task.unit, config.warmup, measure.waiter(self.device))
-        self.first_step = measure.FirstStep(self.device)
+        self.instruments = measure.Instruments(self.device)
+        self.diverged: str | None = None
         self.attempted = 0
         self.applied = dict.fromkeys(self.models, 0)
         self.skipped = dict.fromkeys(self.models, 0)
         self.recent: dict[str, list[torch.Tensor]] = defaultdict(list)
-        self.loss_dtype = "none ran"
 
     # The loop.
 
-    def to_the_end(self, stop: list[int]) -> dict[str, Any]:
-        config = self.config
+    def to_the_end(self) -> dict[str, Any]:
         self.resume()
-        with Progress(config, self.record, self.attempted) as progress, self._counting():
-            windows = self.loader.windows()
-            self.throughput.begin()
-            for first in _first_then_rest(self.attempted < config.steps):
-                if self.attempted >= config.steps:
-                    break
-                window = next(windows)
-                watching = self.first_step.watching([*self.models.values()], [*self.optimizers.values()])
-                with watching if first else nullcontext():
-                    skipped = self.step(window)
-                self.attempted += 1
-                self.throughput.step(self.units)
-                if skipped and self.scaler.consecutive_skips >= config.max_skips:
-                    return self.end("diverged", self.blame(window))
-                if skipped or self.attempted % config.log_every == 0 or self.attempted == config.steps:
-                    progress.show(self.attempted, self.log(skipped))
-                last = self.attempted == config.steps
-                if config.eval.every and self.attempted % config.eval.every == 0 and not last:
-                    with self.throughput.paused():
-                        self.evaluate()
-                if stop or last or self.attempted % config.checkpoint_every == 0:
-                    with self.throughput.paused():
-                        self.save()
-                if stop and not last:
-                    raise Stopped(
-                        f"stopped by signal {stop[0]} after step {self.attempted}; the same command goes on from there"
-                    )
-        return self.end("finished", None)
+        with Progress(self.config, self.record, self.attempted) as self.progress, self.counting():
+            with process.stop_requests() as stop:
+                self.loop(stop)
+            return self.end()
+
+    def loop(self, stop: list[int]) -> None:
+        """Steps until the budget is spent, the run diverges, or a signal arrives."""
+        config = self.config
+        windows = self.loader.windows()
+        self.throughput.begin()
+        while self.attempted < config.steps and self.diverged is None:
+            window = next(windows)
+            watched = self.watching()
+            with watched or nullcontext():
+                skipped = self.step(window)
+            if watched is not None:
+                self.instruments.dtypes["loss"] = ran.name(self.loss_dtype)
+            self.attempted += 1
+            self.throughput.step(self.units, counted=watched is None)
+            if skipped and self.scaler.consecutive_skips >= config.max_skips:
+                self.diverged = self.blame(window)
+            last = self.attempted == config.steps or self.diverged is not None
+            if skipped or last or self.attempted % config.log_every == 0:
+                self.log(skipped)
+            if config.eval.every and self.attempted % config.eval.every == 0 and not last:
+                with self.throughput.paused():
+                    self.evaluate()
+            if stop or last or self.attempted % config.checkpoint_every == 0:
+                with self.throughput.paused():
+                    self.save()
+            if stop and not last:
+                raise Stopped(
+                    f"stopped by signal {stop[0]} after step {self.attempted}; the same command goes on from there"
+                )
 
     def step(self, window: list[Batch]) -> bool:
         """One iteration over a window of batches; returns whether an update was skipped."""
         sizes = [self.task.size(batch) for batch in window]
         self.units = sum(sizes)
-        state = self.task.state_dict()
+        before = self.task.state_dict()
         self.weights.zero_grad()
         self.buffers.keep()
         for number, (batch, size) in enumerate(zip(window, sizes, strict=True), start=1):
             phases = self.task.losses(self.to_device(batch))
-            while True:
-                with self.arithmetic:
-                    phase = next(phases, None)
-                if phase is None:
-                    break
+            while (phase := self.forward(phases)) is not None:
                 name, loss = phase
                 self.recent[name].append(loss.detach())
-                self.loss_dtype = ran.name(loss.dtype)
+                self.loss_dtype = loss.dtype
                 self.scaler.scale(loss if len(window) == 1 else loss * (size / self.units)).backward()
                 if number == len(window):
                     self.apply(name)
         if skipped := self.scaler.update():
             self.buffers.restore()
-            self.task.load_state_dict(state)
+            self.task.load_state_dict(before)
         return skipped
+
+    def forward(self, phases: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
+        """The next loss of a batch, computed in this run's precision; None after the last."""
+        with self.arithmetic:
+            return next(phases, None)
 
     def apply(self, name: str) -> None:
         """Unscale, check, clip, step: one optimizer's update from the gradients that are there."""
@@ -188,12 +193,32 @@ class Run:
 
     # Around the loop.
 
+    def watching(self) -> Any:
+        """Instruments for the first step, and for the first that finds the optimizers' state in place; else None."""
+        settled = self.instruments.settled
+        if settled or (self.instruments.dtypes and not all(self.applied.values())):
+            return None
+        self.instruments.settled = all(self.applied.values())
+        stack = ExitStack()
+        stack.enter_context(self.throughput.paused())
+        stack.enter_context(self.instruments.watching(self.held()))
+        return stack
+
+    def held(self) -> Iterator[torch.Tensor]:
+        """Every tensor that lives from step to step."""
+        for name, model in self.models.items():
+            yield from model.parameters()
+            yield from model.buffers()
+            yield from self.weights.of(name)
+            yield from (value for state in self.optimizers[name].state.values() for value in state.values())
+            yield from self.average.shadow[name] if self.average is not None else ()
+
     def evaluate(self) -> dict[str, float]:
         """The metric over the whole test set, in the stated precision; leaves the random state as it was."""
         fp32 = self.config.eval.precision == "fp32"
         moved = (self.to_device(batch) for batch in batches(self.task.test_set, self.config.eval.batch_size))
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
+            stack.enter_context(process.same_random_state(self.device))
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.weights.evaluating(fp32))
             stack.enter_context(nullcontext() if self.average is None else self.average.evaluating(self.models))
@@ -206,23 +231,24 @@ class Run:
                 for model in self.models.values():
                     model.train()
         self.record.log({"step": self.attempted, "eval": result})
+        self.progress.evaluated(self.attempted, result)
         return result
 
-    def log(self, skipped: bool) -> dict[str, Any]:
+    def log(self, skipped: bool) -> None:
         """One line of metrics.jsonl: the mean losses since the last line."""
         losses = {name: torch.stack(values).mean().item() for name, values in self.recent.items()}
         self.recent.clear()
         name = next(iter(self.models))
         line = {
             "step": self.attempted,
-            "loss": losses.get(name) if len(losses) == 1 else losses,
+            "loss": losses.get(name) if len(self.models) == 1 else losses,
             "lr": self.optimizers[name].param_groups[0]["lr"],
             "scale": self.scaler.value,
             "applied": self.applied[name],
             **({"skipped": True} if skipped else {}),
         }
         self.record.log(line)
-        return line
+        self.progress.show(self.attempted, line)
 
     def blame(self, window: list[Batch]) -> str:
         """Why the run diverged: step, scale, and the layer where the last batch first went wrong."""
@@ -233,11 +259,7 @@ class Run:
             state = self.task.state_dict()
             for batch in window:
                 phases = self.task.losses(self.to_device(batch))
-                while True:
-                    with self.arithmetic:
-                        phase = next(phases, None)
-                    if phase is None:
-                        break
+                while (phase := self.forward(phases)) is not None:
                     self.scaler.scale(phase[1]).backward()
             self.buffers.restore()
             self.task.load_state_dict(state)
@@ -260,9 +282,11 @@ class Run:
             "loader": self.loader.state_dict(),
             "counter": None if self.counter is None else self.counter.state_dict(),
             "steps": {"attempted": self.attempted, "applied": self.applied, "skipped": self.skipped},
+            "diverged": self.diverged,
             "recent": {name: torch.stack(values) for name, values in self.recent.items()},
-            "random": random_state(self.device),
-            "log_bytes": self.record.flush(),
+            "random": process.random_state(self.device),
+            "throughput": self.throughput.state_dict(),
+            "instruments": self.instruments.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -279,9 +303,11 @@ class Run:
             self.counter.load_state_dict(state["counter"])
         steps = state["steps"]
         self.attempted, self.applied, self.skipped = steps["attempted"], steps["applied"], steps["skipped"]
+        self.diverged = state["diverged"]
         self.recent.update({name: list(values.unbind()) for name, values in state["recent"].items()})
-        set_random_state(state["random"], self.device)
-        self.record.cut_log(state["log_bytes"])
+        self.throughput.load_state_dict(state["throughput"])
+        self.instruments.load_state_dict(state["instruments"])
+        process.set_random_state(state["random"], self.device)
 
     def resume(self) -> None:
         """Goes on from the newest whole checkpoint, or starts anew."""
@@ -291,34 +317,41 @@ class Run:
         if state is None:
             self.record.cut_log(0)
             return
-        self.load_state_dict(state)
+        try:
+            self.load_state_dict(state["run"])
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"the checkpoint in {self.record.folder} does not fit this version's networks ({error}); "
+                "start anew in another folder: out=FOLDER"
+            ) from error
+        self.record.cut_log(state["log_bytes"])
         print(f"resuming after step {self.attempted}: {self.record.folder}")
 
     def save(self) -> None:
-        checkpoint.save(self.record.checkpoints, self.attempted, self.state_dict())
+        self.progress.flush()
+        state = {"run": self.state_dict(), "log_bytes": self.record.flush()}
+        checkpoint.save(self.record.checkpoints, self.attempted, state)
 
-    def end(self, status: str, reason: str | None) -> dict[str, Any]:
+    def end(self) -> dict[str, Any]:
         """Evaluates, writes what is left, and the summary last."""
         throughput = self.throughput.result()
         metrics: dict[str, float] = {}
-        if status == "finished":
+        if self.diverged is None:
             metrics = self.evaluate()
             self.task.finish(self.record.folder)
         if self.counter is not None:
-            import json
-
             write_atomically(self.record.folder / "counts.json", json.dumps(self.counter.table(), indent=1) + "\n")
         task, config = self.task, self.config
         environment = measure.environment(self.device)
         now = datetime.now(UTC)
         return self.record.finish(
-            status,
-            reason,
+            "finished" if self.diverged is None else "diverged",
+            self.diverged,
             {
                 **identity(config),
                 "device": self.device.type,
                 "backend": self.precision.backend(self.device.type),
-                "dtypes": {**self.first_step.dtypes, "loss": self.loss_dtype},
+                "dtypes": self.instruments.dtypes,
                 "metric": {
                     "name": task.metric,
                     "value": metrics.get(task.metric),
@@ -327,7 +360,7 @@ class Run:
                 },
                 "metrics": {key: value for key, value in metrics.items() if key != task.metric},
                 "throughput": throughput,
-                "memory": self.first_step.memory(),
+                "memory": self.instruments.memory(),
                 "steps": {
                     "attempted": self.attempted,
                     "applied": min(self.applied.values()),
@@ -356,7 +389,7 @@ class Run:
         )
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
+    def counting(self) -> Iterator[None]:
         several = len(self.models) > 1
         named = [(name if several else "", model) for name, model in self.models.items()]
         handles = self.counter.watch(named) if self.counter is not None else []
@@ -378,74 +411,22 @@ def identity(config: Config) -> dict[str, Any]:
     }
 
 
-def seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The global generators' states, in types that load with weights_only=True."""
-    kind, keys, *rest = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-    }
-
-
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def _first_then_rest(first: bool) -> Iterator[bool]:
-    """True once, then False for ever: the first step of this process is looked at."""
-    if first:
-        yield True
-    while True:
-        yield False
+def outcome(summary: dict[str, Any]) -> str:
+    """The result in a few words."""
+    if summary["reason"] is not None:
+        return summary["reason"]
+    value = summary["metric"]["value"]
+    return f"{summary['metric']['name']} {'is not finite' if value is None else f'{value:.4g}'}"
 
 
 def _note_failure(record: Record, config: Config, error: Exception) -> None:
-    """Writes status "failed"; where even that cannot be written, the original error is what the user sees."""
+    """Writes status "failed"; a mistake of the user's before the first step leaves nothing behind instead.
+
+    Where even that cannot be written, the original error is what the user sees.
+    """
     with suppress(OSError):
-        record.finish("failed", f"{type(error).__name__}: {error}"[:2000], identity(config))
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if number is not None:
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _stop_requests() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, to be answered between two steps; a second SIGINT interrupts at once."""
-    received: list[int] = []
-
-    def receive(number: int, frame: Any) -> None:
-        if received:
-            raise KeyboardInterrupt
-        received.append(number)
-
-    try:
-        before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not in the main thread, where signals are somebody else's
-        before = {}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if isinstance(error, UserError) and record.abandon():
+            return
+        trace = "".join(traceback.format_exception(error))
+        reason = f"{type(error).__name__}: {error}"[:2000]
+        record.finish("failed", reason, {**identity(config), "traceback": trace[-8000:]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from mptrain.data.dataset import Batch, BatchKey, Dataset
+from mptrain.errors import UserError
 
 
 class Loader:
@@ -32,32 +34,40 @@ class Loader:
 
     def windows(self) -> Iterator[list[Batch]]:
         """From the current position on; `epoch` and `position` count what was handed out."""
+        ends: deque[bool] = deque()
+        batches = self._fetch(self._keys(ends))
         while True:
-            order = self.dataset.epoch(self.batch_size, np.random.default_rng((self.seed, self.epoch)))
-            batches = self._fetch(order, self.position)
-            while self.position < len(order):
-                count = min(self.accumulate, len(order) - self.position)
-                window = [next(batches) for _ in range(count)]
-                self.position += count
-                if self.position == len(order):
-                    self.epoch, self.position = self.epoch + 1, 0
-                    yield window
-                    break
-                yield window
+            window = [next(batches)]
+            while not (epoch_ends := ends.popleft()) and len(window) < self.accumulate:
+                window.append(next(batches))
+            self.position += len(window)
+            if epoch_ends:
+                self.epoch, self.position = self.epoch + 1, 0
+            yield window
 
-    def _fetch(self, order: list[np.ndarray], start: int) -> Iterator[Batch]:
-        keys = (
-            BatchKey(order[i], (self.seed, self.epoch, i), first=i == 0, train=True) for i in range(start, len(order))
-        )
+    def _keys(self, ends: deque[bool]) -> Iterator[BatchKey]:
+        """Endless keys, which workers fetch ahead; `ends` takes for each whether its epoch ends with it."""
+        epoch, start = self.epoch, self.position
+        while True:
+            order = self.dataset.epoch(self.batch_size, np.random.default_rng((self.seed, epoch)))
+            if not order:
+                raise UserError(f"the training set {self.dataset.name} holds no batch; give more data (data_dir=...)")
+            for i in range(start, len(order)):
+                ends.append(i + 1 == len(order))
+                yield BatchKey(order[i], (self.seed, epoch, i), first=i == 0, train=True)
+            epoch, start = epoch + 1, 0
+
+    def _fetch(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         if self.workers == 0:
             return (self.dataset.__getitems__(key) for key in keys)
         return iter(
             DataLoader(
                 self.dataset,  # type: ignore[arg-type]
-                batch_sampler=list(keys),  # type: ignore[arg-type]
+                batch_sampler=keys,  # type: ignore[arg-type]
                 collate_fn=_as_is,
                 num_workers=self.workers,
                 pin_memory=self.pin,
+                generator=torch.Generator(),  # else it would draw from the generator that training draws from
             )
         )
 

@@ -42,11 +42,11 @@ def listed(folder: Path) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """One checkpoint, on the CPU; raises ValueError if it is damaged."""
+    """One checkpoint, on the CPU; raises ValueError if it is damaged, OSError if it cannot be read at all."""
     try:
         content = path.read_bytes()
         checksum = Path(f"{path}.sha256").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
+    except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{path.name} cannot be read ({error})") from error
     if hashlib.sha256(content).hexdigest() != checksum:
         raise ValueError(f"{path.name} is damaged (its checksum differs)")

@@ -17,7 +17,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,14 @@ class Record:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = open(self.folder / "lock", "a")  # noqa: SIM115 - held until the run ends
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"{self.folder} cannot be used for this run ({_reason(error)}); give another one: out=FOLDER"
             ) from error
         try:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # A lock of the process, not of the open file: workers that outlive a killed run do not hold it.
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise UserError(
                     f"{self.folder} is in use by another run; wait for it, or give another folder: out=FOLDER"
@@ -81,21 +82,24 @@ class Record:
             self._claim(config, cosmetic)
             yield self
         finally:
-            if self._log is not None:
-                self._log.close()
-                self._log = None
+            with suppress(OSError):  # a full disk has been reported when it mattered
+                if self._log is not None:
+                    self._log.close()
+            self._log = None
             lock.close()
 
     def _claim(self, config: Mapping[str, Any], cosmetic: set[str]) -> None:
         import yaml
 
+        for left_over in self.folder.glob("**/.*.tmp"):
+            left_over.unlink(missing_ok=True)
         if self.config.exists():
             try:
                 before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
                 assert isinstance(before, dict)
             except (OSError, ValueError, yaml.YAMLError, AssertionError) as error:
                 raise UserError(
-                    f"{self.config} cannot be read ({str(error).splitlines()[:1]}); give another folder: out=FOLDER"
+                    f"{self.config} cannot be read ({_reason(error) or 'no mapping'}); give another folder: out=FOLDER"
                 ) from error
             if changes := differences(before, config, cosmetic):
                 raise UserError(
@@ -104,20 +108,35 @@ class Record:
                 )
         elif any(path.name != "lock" for path in self.folder.iterdir()):
             raise UserError(f"{self.folder} is not empty and holds no run of mptrain; give another folder: out=FOLDER")
-        write_atomically(self.config, yaml.safe_dump(dict(config), sort_keys=False))
+        if not self.summary.exists():
+            write_atomically(self.config, yaml.safe_dump(dict(config), sort_keys=False))
+
+    def abandon(self) -> bool:
+        """Removes a run that never took a step, and its folder if nothing else is in it; returns whether it was one."""
+        if self.checkpoints.exists() or self.metrics.exists():
+            return False
+        for path in (self.config, self.summary, self.folder / "lock"):
+            path.unlink(missing_ok=True)
+        for event in self.folder.glob("events.out.tfevents.*"):
+            event.unlink()
+        with suppress(OSError):
+            self.folder.rmdir()
+        return True
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Appends one line to metrics.jsonl."""
         if self._log is None:
             self._log = open(self.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by `opened`
-        self._log.write(json.dumps(finite(line), allow_nan=False) + "\n")
+        with _naming(self.metrics):
+            self._log.write(json.dumps(finite(line), allow_nan=False) + "\n")
 
     def flush(self) -> int:
         """Brings logged lines to the disk; returns the length of metrics.jsonl in bytes."""
         if self._log is None:
             return self.metrics.stat().st_size if self.metrics.exists() else 0
-        self._log.flush()
-        os.fsync(self._log.fileno())
+        with _naming(self.metrics):
+            self._log.flush()
+            os.fsync(self._log.fileno())
         return int(self._log.tell())
 
     def cut_log(self, length: int) -> None:
@@ -164,15 +183,27 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Replaces a file as a whole: after a crash it is the old one or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with _naming(path):
+            with open(temporary, "wb") as file:
+                file.write(content.encode("utf-8") if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Lets errors of the system say which file they are about."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return error.strerror or lines[0] if isinstance(error, OSError) else lines[0]

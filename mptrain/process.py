@@ -1,0 +1,88 @@
+"""What belongs to the whole process, and is put back: random generators, threads, signals."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGINT or SIGTERM arrived, and the run was left resumable."""
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The global generators' states, in types that load with weights_only=True."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextmanager
+def same_random_state(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside, the generators go on as if it had not been."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(state, device)
+
+
+@contextmanager
+def threads(number: int | None) -> Iterator[None]:
+    """So many CPU threads inside; None leaves their number."""
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM, to be answered between two steps; a second one interrupts at once."""
+    received: list[int] = []
+
+    def receive(number: int, frame: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, receive)
+    except ValueError:  # not in the main thread, where signals are somebody else's
+        pass
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
