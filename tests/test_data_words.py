@@ -43,9 +43,9 @@ def test_lower_case_does_not_change_the_number_of_tokens():
 def test_vocabulary_keeps_the_most_frequent_words_in_a_fixed_order():
     vocabulary = Vocabulary(Counter({"b": 2, "a": 2, "c": 5, "rare": 1}), 6)
     assert vocabulary.words == ["</s>", "<s>", "<unk>", "c", "a", "b"] and len(vocabulary) == 6
-    assert vocabulary.encode(["a", "rare", "c"]).tolist() == [4, UNKNOWN, 3]
+    assert vocabulary.encode(["a", "rare", "c"]) == [4, UNKNOWN, 3]
     assert (END, START, UNKNOWN) == (0, 1, 2)
 
 
 def test_words_that_look_like_special_ones_are_unknown():
-    assert Vocabulary(Counter({"a": 1}), 4).encode(["</s>", "<s>", "<unk>"]).tolist() == [UNKNOWN] * 3
+    assert Vocabulary(Counter({"a": 1}), 4).encode(["</s>", "<s>", "<unk>"]) == [UNKNOWN] * 3

@@ -180,3 +180,20 @@ def test_loss_is_fp32_and_gradients_finite_whatever_the_products_ran_in(dtype):
     loss.backward()
     assert name == "model" and loss.dtype == torch.float32
     assert all(p.grad.isfinite().all() for p in task.models["model"].parameters())
+
+
+def test_a_few_clips_are_learned_by_heart():
+    task = small(width=48, channels=[4, 4])
+    few = [i for i, clip in enumerate(task.train_set.clips) if len(clip.text) < 9][:4]
+    batch = task.train_set.__getitems__(BatchKey(np.array(few), (0,), True, False))
+    network = task.models["model"]
+    adam = torch.optim.Adam(network.parameters(), lr=1e-2)
+    for _ in range(90):
+        adam.zero_grad()
+        ((_, loss),) = task.losses(batch)
+        loss.backward()
+        adam.step()
+    written = greedy(*network(batch["spectrogram"], batch["lengths"]))
+    assert [task.train_set.alphabet.decode(numbers) for numbers in written] == [
+        task.train_set.clips[i].text for i in few
+    ]

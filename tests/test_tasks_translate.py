@@ -177,3 +177,17 @@ def test_an_all_padding_source_leaves_loss_and_gradients_finite_whatever_the_pro
     loss.backward()
     assert name == "model" and loss.dtype == torch.float32 and loss.isfinite()
     assert all(p.grad.isfinite().all() for p in task.models["model"].parameters())
+
+
+def test_a_few_sentences_are_learned_by_heart():
+    task = small(width=32, residual=True, tie=True)
+    batch = batch_of(task, *range(8))
+    adam = torch.optim.Adam(task.models["model"].parameters(), lr=1e-2)
+    for _ in range(60):
+        adam.zero_grad()
+        ((_, loss),) = task.losses(batch)
+        loss.backward()
+        adam.step()
+    assert loss.item() < 0.1
+    words, _ = greedy(task.models["model"], batch["source"], batch["source_lengths"])
+    assert words == [task.train_set.target[i].tolist() for i in range(8)]

@@ -6,6 +6,7 @@ the `datasets` library reads and that has a `translation` column; without a fold
 `synthetic`: sentences of made-up words, translated word by word in reverse order.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ class ParallelText(Dataset):
         self.name, self.kind = name, kind
         self.source_vocabulary, self.target_vocabulary = source, target
         self.sizes = sizes
+        self.source, self.target = Flat(), Flat()
         self.ids: list[str] = []
         self.sources: list[str] = []
         self.references: list[str] = []
@@ -53,7 +55,6 @@ class ParallelText(Dataset):
 
         A held-out pair is never left out: an empty or over-long source still counts in the metric.
         """
-        rows: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         for sample, source, target in pairs():
             tokens = tokenise(source, self.sizes.lower_source), tokenise(target)
             longest = max(map(len, tokens))
@@ -62,13 +63,12 @@ class ParallelText(Dataset):
             elif training and longest > self.sizes.longest:
                 self.left_out[sample] = f"{longest} tokens, more than {self.sizes.longest}"
             else:
-                rows[0].append(self.source_vocabulary.encode(tokens[0]))
-                rows[1].append(self.target_vocabulary.encode(tokens[1]))
+                self.source.append(self.source_vocabulary.encode(tokens[0]))
+                self.target.append(self.target_vocabulary.encode(tokens[1]))
                 if not training:
                     self.ids.append(sample)
                     self.sources.append(source)
                     self.references.append(target)
-        self.source, self.target = Flat(rows[0]), Flat(rows[1])
         tell_left_out(f"{self.name}: training pair", self.left_out)
         return self
 
@@ -97,18 +97,27 @@ class ParallelText(Dataset):
 
 
 class Flat:
-    """Rows of numbers kept end to end in one array."""
+    """Rows of numbers kept end to end in one array, 4 bytes a number."""
 
-    def __init__(self, rows: list[np.ndarray]):
-        self.lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        self.starts = np.concatenate([[0], np.cumsum(self.lengths)])
-        self.values = np.concatenate([*rows, np.zeros(0, np.int32)]).astype(np.int32)
+    def __init__(self) -> None:
+        self._values = array("i")
+        self._ends = array("q", [0])
+
+    def append(self, numbers: list[int]) -> None:
+        """Adds a row."""
+        self._values.extend(numbers)
+        self._ends.append(len(self._values))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Length of every row, int64."""
+        return np.diff(np.frombuffer(self._ends, dtype=np.int64))
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self._ends) - 1
 
     def __getitem__(self, row: int) -> np.ndarray:
-        return self.values[self.starts[row] : self.starts[row + 1]]
+        return np.array(self._values[self._ends[row] : self._ends[row + 1]], dtype=np.int32)
 
 
 def load(spec: DataSpec, sizes: Sizes, source: str, target: str) -> tuple[ParallelText, ParallelText]:
@@ -164,7 +173,7 @@ def wmt(spec: DataSpec, source: str, target: str) -> tuple[str, Pairs, Pairs]:
         elif folder is not None:
             found = datasets.load_dataset(str(folder))
         else:
-            found = datasets.load_dataset("wmt/wmt15", f"{target}-{source}")
+            found = datasets.load_dataset("wmt/wmt15", f"{source if target == 'en' else target}-en")
     except Exception as error:
         raise UserError(
             f"data=wmt: nothing to read in {folder or 'the hub (wmt/wmt15)'} ({error}); "

@@ -4,8 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-import numpy as np
-
 JOINER = "\uffed"
 """Stands on the side of a token where no space was ("on", "￭.")."""
 
@@ -62,6 +60,6 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self.words)
 
-    def encode(self, tokens: Iterable[str]) -> np.ndarray:
-        """Tokens -> int32 numbers; no start or end is added."""
-        return np.array([self.numbers.get(token, UNKNOWN) for token in tokens], dtype=np.int32)
+    def encode(self, tokens: Iterable[str]) -> list[int]:
+        """Tokens -> numbers; no start or end is added."""
+        return [self.numbers.get(token, UNKNOWN) for token in tokens]
