@@ -7,35 +7,51 @@ training loss, which never reads them, recovers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 
 class MovingBuffers:
-    """Snapshots before each step; after the first, only of the buffers that a step was seen to move."""
+    """A copy of every buffer, made again before each step.
+
+    All of them each time: which ones move is not known before they do (a network that is frozen at first, an
+    assignment that replaces the tensor, an update through `.data`), and what they hold is small beside a step's work.
+    """
 
     def __init__(self, models: Iterable[nn.Module]):
-        self._buffers: list[Tensor] = [b for model in models for b in model.buffers()]
-        self._before: list[Tensor] = []
-        self._versions: list[int] | None = None
+        self._models = list(models)
+        self._before: list[tuple[nn.Module, str, Tensor]] = []
+
+    def _buffers(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
+        seen = set()
+        for model in self._models:
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and (id(module), name) not in seen:
+                        seen.add((id(module), name))
+                        yield module, name, buffer
 
     @torch.no_grad()
     def keep(self) -> None:
         """Call before the step's first forward pass."""
-        if self._versions is not None and self._before:
-            moving = [b for b, version in zip(self._buffers, self._versions, strict=True) if b._version != version]
-            if len(moving) < len(self._buffers):
-                self._buffers, self._before = moving, []
-        if not self._before:
-            self._before = [b.clone() for b in self._buffers]
+        now = list(self._buffers())
+        if len(now) == len(self._before) and all(
+            m is n and a == b and s.shape == t.shape and s.dtype == t.dtype and s.device == t.device
+            for (m, a, s), (n, b, t) in zip(self._before, now, strict=True)
+        ):
+            if now:
+                torch._foreach_copy_([t for *_, t in self._before], [t for *_, t in now])
         else:
-            torch._foreach_copy_(self._before, self._buffers)
-        self._versions = [b._version for b in self._buffers]
+            self._before = [(module, name, buffer.clone()) for module, name, buffer in now]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Call when the step was skipped."""
-        for b, before in zip(self._buffers, self._before, strict=True):
-            b.copy_(before)
+        """Call when the step was skipped; buffers that appeared since `keep` are left as they are."""
+        for module, name, before in self._before:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.shape == before.shape:
+                buffer.copy_(before)
+            else:
+                module._buffers[name] = before.clone()

@@ -80,7 +80,10 @@ class Counter:
 
 
 class Site:
-    """One operation: its rounded result, and the gradients that come back through it."""
+    """One operation: its rounded result, and the gradients that come back through it.
+
+    A result that gradient checkpointing computes a second time, within the backward pass, is not counted again.
+    """
 
     def __init__(self, counter: Counter, layer: str):
         self.counter = counter
@@ -97,7 +100,8 @@ class Site:
             if not t.is_floating_point():
                 return t
             low = t.to(dtype)
-            self.counter.add(self.layer, "forward", t.detach(), low.detach())
+            if torch._C._current_graph_task_id() == -1:
+                self.counter.add(self.layer, "forward", t.detach(), low.detach())
             return low
 
         return rounded

@@ -24,6 +24,8 @@ def is_native(precision: Precision, device_type: str) -> bool:
         return False
     if precision.compute == "float32":
         return True
+    if precision.compute == "tf32" and precision.keep_fp32:
+        return False  # a GPU's switches are for all operations at once
     if device_type == "cpu":
         return precision.compute == "bfloat16" and cpu_has_bfloat16()
     if device_type == "cuda":
@@ -41,7 +43,12 @@ def resolve(name: str) -> torch.device:
     """`auto`, `cpu`, `cuda` or `cuda:1` as a device that is there; raises UserError if it is not."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device={name} is unknown; choose auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"device={name}: torch finds no CUDA GPU here; use device=cpu or device=auto, or see mptrain doctor"

@@ -5,7 +5,7 @@ This module imports no torch until a method needs it, so that the command line c
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from mptrain import files
@@ -56,7 +56,7 @@ class Precision:
 
     @classmethod
     def load(cls, name: str, **changes: Any) -> Precision:
-        """Reads configs/precision/<name>.yaml, with changes; raises UserError if it is unknown or contradicts itself."""
+        """Reads configs/precision/<name>.yaml, with changes; raises UserError if unknown or contradictory."""
         return cls.from_mapping(files.read_yaml(files.config("precision", name)), **changes)
 
     @classmethod
@@ -68,8 +68,8 @@ class Precision:
         return cls(**{**values, "keep_fp32": tuple(values.get("keep_fp32") or ())})
 
     def with_changes(self, **changes: Any) -> Precision:
-        """The same precision with some fields changed."""
-        return replace(self, **changes)
+        """The same precision with some fields changed; raises UserError as `load` does."""
+        return Precision.from_mapping(self.as_dict(), **changes)
 
     @property
     def label(self) -> str:
@@ -94,10 +94,19 @@ class Precision:
         return "emulated" if self.kernels == "emulated" or not hardware.is_native(self, device_type) else "native"
 
     def arithmetic(self, device_type: str = "cpu", counter: Counter | None = None) -> Arithmetic:
-        """The autocast region of this precision: `with arithmetic: loss = loss_function(model(x).float(), y)`."""
+        """The autocast region of this precision: `with arithmetic: loss = loss_function(model(x).float(), y)`.
+
+        Raises UserError for a counter where nothing is rounded by us: native kernels, FP32 and TF32.
+        """
         from mptrain.precision import policy
         from mptrain.precision.arithmetic import Arithmetic
 
+        if counter is not None and (self.backend(device_type) == "native" or self.compute == "tf32"):
+            raise UserError(
+                f"count=true counts what rounding to 16 bits does where it is emulated; precision={self.name} "
+                f"{'rounds no result' if self.compute in ('float32', 'tf32') else 'runs natively here'}; "
+                "use precision=fp16 on a CPU, or precision.kernels=emulated with a 16-bit precision"
+            )
         return Arithmetic(
             device_type,
             self.compute,

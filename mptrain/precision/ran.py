@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mptrain.precision.arithmetic import rounding
+from mptrain.precision.dispatch import rounding
 
 CLASSES = {
     "matmul": {
@@ -30,7 +30,8 @@ _CLASS_OF = {name: group for group, names in CLASSES.items() for name in names}
 class RanDtypes(TorchDispatchMode):
     """Records, while it is on, in which format each class of operation of the forward pass got its input.
 
-    Where an FP32 kernel stands for another format's arithmetic, that format is recorded.
+    Where an FP32 kernel stands for another format's arithmetic, that format is recorded; of softmax, the format of the
+    result (on a GPU one kernel upcasts its input itself).
     """
 
     def __init__(self) -> None:
@@ -38,13 +39,15 @@ class RanDtypes(TorchDispatchMode):
         self.seen: dict[str, set[str]] = defaultdict(set)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
         group = _CLASS_OF.get(func._schema.name.partition("::")[2])
         if group is not None and torch._C._current_graph_task_id() == -1:
-            x = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
+            seen = [result] if group == "softmax" else args
+            x = next((a for a in seen if isinstance(a, Tensor) and a.is_floating_point()), None)
             if x is not None:
                 emulated = rounding() if group == "matmul" else None
                 self.seen[group].add(emulated or name(x.dtype))
-        return func(*args, **(kwargs or {}))
+        return result
 
     def table(self) -> dict[str, str]:
         """{"matmul": "float16", "softmax": "float32", "norm": ...}; "none ran" where no such operation did."""

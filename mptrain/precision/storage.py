@@ -12,17 +12,18 @@ section 3.3 keeps their arithmetic.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
-import functools
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from mptrain.errors import UserError
-from mptrain.files import suggest
 from mptrain.precision import policy
 from mptrain.precision.formats import DTYPES
 
@@ -42,10 +43,12 @@ class Weights:
 
     def __init__(self, models: dict[str, nn.Module]):
         self.models = models
+        self.trained = {n: [p for p in m.parameters() if p.requires_grad] for n, m in models.items()}
+        """of each network, the parameters that asked for gradients when it was handed over"""
 
     def of(self, name: str) -> list[nn.Parameter]:
         """What the optimizer of this network is to update."""
-        return [p for p in self.models[name].parameters() if p.requires_grad]
+        return self.trained[name]
 
     def gather(self, name: str) -> None:
         """Hands the network's gradients to what the optimizer updates; call before unscaling."""
@@ -74,16 +77,17 @@ class Weights:
 class CopiedWeights(Weights):
     """A 16-bit network with FP32 copies of its parameters, kept exact (`master`) or rounded after every step."""
 
-    def __init__(self, models: dict[str, nn.Module], full: dict[str, list[Tensor]], master: bool):
+    def __init__(self, models: dict[str, nn.Module], full: dict[nn.Parameter, Tensor], master: bool):
         super().__init__(models)
         self.master = master
-        self.copies = {name: [nn.Parameter(t) for t in tensors] for name, tensors in full.items()}
+        copies = {p: nn.Parameter(t) for p, t in full.items()}
+        self.copies = {name: [copies[p] for p in parameters] for name, parameters in self.trained.items()}
 
     def of(self, name: str) -> list[nn.Parameter]:
         return self.copies[name]
 
     def _pairs(self, name: str) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        return zip(super().of(name), self.copies[name], strict=True)
+        return zip(self.trained[name], self.copies[name], strict=True)
 
     def gather(self, name: str) -> None:
         for p, copy in self._pairs(name):
@@ -107,19 +111,9 @@ class CopiedWeights(Weights):
         if not fp32:
             yield
             return
-        kept = [(p, p.data, copy) for name in self.models for p, copy in self._pairs(name)]
-        frozen = [(p, p.data) for m in self.models.values() for p in m.parameters() if not p.requires_grad]
-        try:
-            for p, _, copy in kept:
-                p.data = copy.data
-            for p, data in frozen:
-                p.data = data.float() if data.is_floating_point() else data
+        full = {p: copy.data for name in self.models for p, copy in self._pairs(name)}
+        with _replaced(self.models, lambda p: full.get(p, p.data.float())):
             yield
-        finally:
-            for p, data, _ in kept:
-                p.data = data
-            for p, data in frozen:
-                p.data = data
 
     def state_dict(self) -> dict[str, Any]:
         return {name: [copy.detach() for copy in copies] for name, copies in self.copies.items()}
@@ -136,14 +130,24 @@ class PureWeights(Weights):
 
     @contextmanager
     def evaluating(self, fp32: bool) -> Iterator[None]:
-        kept = [(p, p.data) for m in self.models.values() for p in m.parameters()] if fp32 else []
-        try:
-            for p, data in kept:
-                p.data = data.float() if data.is_floating_point() else data
+        if not fp32:
             yield
-        finally:
-            for p, data in kept:
-                p.data = data
+            return
+        with _replaced(self.models, lambda p: p.data.float()):
+            yield
+
+
+@contextmanager
+def _replaced(models: dict[str, nn.Module], full: Callable[[nn.Parameter], Tensor]) -> Iterator[None]:
+    """The networks with other numbers in their floating point parameters, which get their own back afterwards."""
+    kept = {p: p.data for model in models.values() for p in model.parameters() if p.is_floating_point()}
+    try:
+        for p in kept:
+            p.data = full(p)
+        yield
+    finally:
+        for p, data in kept.items():
+            p.data = data
 
 
 def prepare(precision: Precision, models: dict[str, nn.Module]) -> Weights:
@@ -152,7 +156,7 @@ def prepare(precision: Precision, models: dict[str, nn.Module]) -> Weights:
     _keep_modules_fp32(models, precision.keep_fp32)
     if precision.storage == "float32":
         return Weights(models)
-    full = {name: [p.detach().clone() for p in Weights(models).of(name)] for name in models}
+    full = {p: p.detach().clone() for parameters in Weights(models).trained.values() for p in parameters}
     for model in models.values():
         _round_parameters(model, DTYPES[precision.storage], precision.keep_fp32)
     if precision.update == "storage":
@@ -175,7 +179,8 @@ def _refuse_low_parameters(models: dict[str, nn.Module]) -> None:
         more = f" and {len(low) - 5} more" if len(low) > 5 else ""
         raise UserError(
             f"these parameters are not float32: {', '.join(low[:5])}{more}; hand over the network in float32 "
-            "(model.float()), the precision rounds it: fp16_master and fp16_nomaster keep FP16 parameters, bf16_pure BF16"
+            "(model.float()), the precision rounds it: fp16_master and fp16_nomaster keep FP16 parameters, "
+            "bf16_pure BF16"
         )
 
 
@@ -198,32 +203,31 @@ def _keep_modules_fp32(models: dict[str, nn.Module], keep_fp32: tuple[str, ...])
         found = [model.get_submodule(path) for model in models.values() for path in _matching(model, (pattern,))]
         if not found and pattern not in policy.FUNCTIONS:
             paths = sorted({path for model in models.values() for path, _ in model.named_modules() if path})
+            near = difflib.get_close_matches(pattern, sorted(policy.FUNCTIONS) + paths, n=2)
             raise UserError(
                 f"precision.keep_fp32: '{pattern}' is neither a function nor a module of this network; "
-                + suggest(pattern, sorted(policy.FUNCTIONS) + paths).partition(" there are")[0]
-                + " modules can be given by pattern, e.g. layer1.*"
+                + (f"did you mean {' or '.join(near)}? " if near else "")
+                + "functions are called as in torch (softmax, conv2d), modules by path or pattern (layer1.*)"
             )
         for module in found:
-            _run_in_fp32(module)
+            if any(module is m.out_proj for n in models.values() for m in n.modules() if _is_attention(m)):
+                raise UserError(
+                    f"precision.keep_fp32: '{pattern}' names the projection inside a MultiheadAttention, which is "
+                    "computed as one; name the attention module itself"
+                )
+            module.forward = types.MethodType(_fp32_forward, module)  # type: ignore[method-assign]
 
 
-def _run_in_fp32(module: nn.Module) -> None:
-    forward = module.forward
-    if getattr(forward, "runs_in_fp32", False):
-        return
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention)
 
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-        if isinstance(value, (tuple, list)):
-            return type(value)(cast(item) for item in value)
-        return {key: cast(item) for key, item in value.items()} if isinstance(value, dict) else value
 
-    @functools.wraps(forward)
-    def fp32_forward(*args, **kwargs):
-        device_type = next((t.device.type for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), "cpu")
-        with torch.autocast(device_type, enabled=False):
-            return forward(*cast(args), **cast(kwargs))
+def _fp32_forward(module: nn.Module, *args, **kwargs):
+    """The forward of a module kept in FP32. As a bound method it follows its module into copies."""
 
-    fp32_forward.runs_in_fp32 = True  # type: ignore[attr-defined]
-    module.forward = fp32_forward  # type: ignore[method-assign]
+    def cast(t: Tensor) -> Tensor:
+        return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+    args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        return type(module).forward(module, *args, **kwargs)

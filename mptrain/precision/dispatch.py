@@ -1,0 +1,196 @@
+"""Where our kernels hook in: autocast's own dispatch key.
+
+Every ATen call made under autocast passes that key before autograd and before composite operations fall apart, so the
+policy sees what CUDA autocast sees, in C++ code as well (einsum, multi-head attention), and operations that are on no
+list cost nothing. torch's kernels of that key are replaced once per process; wherever no region of ours is active, or
+someone opened an autocast region of their own inside it, the originals run.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+
+if TYPE_CHECKING:
+    from mptrain.precision.arithmetic import Arithmetic
+
+LOWER = (torch.float16, torch.bfloat16)
+KEY = {"cpu": DispatchKey.AutocastCPU, "cuda": DispatchKey.AutocastCUDA}
+Operation = Callable[..., Any]
+Handler = Callable[[Any, DispatchKeySet, tuple, dict], Any]
+"""(ATen overload, the dispatch keys below autocast, args, kwargs) -> result"""
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[tuple[Arithmetic, Any]] = []
+        self.latest: Arithmetic | None = None
+        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+        self.rounding: str | None = None
+
+
+state = _State()
+_latest: dict[str, Arithmetic] = {}
+
+
+def rounding() -> str | None:
+    """The format whose arithmetic the running FP32 kernel stands for, or None."""
+    return state.rounding
+
+
+class Rounding(AbstractContextManager):
+    """Names the format an FP32 kernel stands for while it runs, for whoever records what ran."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __enter__(self) -> None:
+        self.before, state.rounding = state.rounding, self.name
+
+    def __exit__(self, *exception) -> None:
+        state.rounding = self.before
+
+
+def enter(arithmetic: Arithmetic) -> None:
+    """Opens a region of this arithmetic in this thread."""
+    install(arithmetic.device_type, arithmetic.handlers)
+    on = arithmetic.autocast_dtype is not None
+    region = torch.autocast(
+        arithmetic.device_type,
+        arithmetic.autocast_dtype,
+        enabled=on,
+        # Ours, where we have handlers, is kept in `state.casts`; a cache switched off is also how `active` knows us.
+        cache_enabled=False if arithmetic.handlers else None,
+    )
+    region.__enter__()
+    state.regions.append((arithmetic, region))
+    if on:
+        state.latest = _latest[arithmetic.device_type] = arithmetic
+
+
+def leave(*exception) -> None:
+    """Closes the innermost region of this thread."""
+    _, region = state.regions.pop()
+    region.__exit__(*exception)
+    if not state.regions:
+        state.casts.clear()
+
+
+def active(device_type: str) -> Arithmetic | None:
+    """Whose region the running operation is in; None in anybody else's autocast region.
+
+    torch.utils.checkpoint runs a forward pass again during the backward pass. It brings back autocast as it was, which
+    tells that the forward pass was ours (the dtype, and the cache switched off); what it cannot bring back, it finds in
+    the arithmetic that was entered last.
+    """
+    if state.regions:
+        found: Arithmetic | None = state.regions[-1][0]
+    elif torch._C._current_graph_task_id() == -1 or torch.is_autocast_cache_enabled():
+        return None
+    else:
+        found = state.latest or _latest.get(device_type)
+    if found is None or found.device_type != device_type:
+        return None
+    return found if found.autocast_dtype == torch.get_autocast_dtype(device_type) else None
+
+
+_libraries: dict[str, torch.library.Library] = {}
+_installed: set[tuple[str, str]] = set()
+_lock = threading.Lock()
+
+
+def install(device_type: str, handlers: dict[str, Handler]) -> None:
+    """Puts our kernels at autocast's key for every operation that has a handler, once per process.
+
+    On a CPU torch's own list goes beyond CUDA's; those operations are let through as CUDA would let them.
+    """
+    if all((device_type, name) in _installed for name in handlers):
+        return
+    key = KEY[device_type]
+    with _lock, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # older torch, of replaced kernels
+        library = _libraries.setdefault(device_type, torch.library.Library("aten", "IMPL"))
+        registered = {
+            name.partition("::")[2]
+            for name in torch._C._dispatch_get_registrations_for_dispatch_key(key.name)
+            if name.startswith("aten::")
+        }
+        names = set(handlers) | (registered if device_type == "cpu" else set())
+        for name in sorted(names):
+            if (device_type, name) in _installed:
+                continue
+            if (operation := overload(name)) is not None:
+                original = torch.library.get_kernel(f"aten::{name}", key.name) if name in registered else None
+                library.impl(name, _kernel(name, operation, original, device_type), key.name, with_keyset=True)
+            _installed.add((device_type, name))
+
+
+def _kernel(name: str, operation: Any, original: Any, device_type: str) -> Callable:
+    after = torch._C._dispatch_keyset_full_after(KEY[device_type])
+
+    def kernel(keys, *args, **kwargs):
+        arithmetic = active(device_type)
+        if arithmetic is not None and (handler := arithmetic.handlers.get(name)) is not None:
+            return handler(operation, keys & after, args, kwargs)
+        if original is not None and (arithmetic is None or device_type != "cpu"):
+            return original.call_boxed(keys, *args, **kwargs)
+        if arithmetic is None:
+            return operation.redispatch(keys & after, *args, **kwargs)
+        return let_through(operation, keys & after, args, kwargs)
+
+    return kernel
+
+
+def let_through(operation: Any, below: DispatchKeySet, args: tuple, kwargs: dict) -> Any:
+    """Runs what is on no list of CUDA's: composites fall apart into what may be on one; kernels take what they get."""
+    return or_in_fp32(partial(operation.redispatch, below), args, kwargs)
+
+
+def or_in_fp32(run: Operation, args: tuple, kwargs: dict) -> Any:
+    """Calls `run`; where torch has no 16-bit CPU kernel for it, its FP32 kernel does the work, rounded once."""
+    try:
+        return run(*args, **kwargs)
+    except RuntimeError as error:
+        dtypes = {t.dtype for t in tensors((*args, *kwargs.values())) if t.is_floating_point()}
+        if "not implemented for" not in str(error) or len(dtypes) != 1 or not dtypes <= set(LOWER):
+            raise
+    (low,) = dtypes
+    result = run(*each(upcast, args), **each_value(upcast, kwargs))
+    return each(lambda t: t.to(low) if t.dtype == torch.float32 else t, result)
+
+
+def overload(name: str) -> Operation | None:
+    """`softmax.int` -> torch.ops.aten.softmax.int; None where this torch has no such operation."""
+    base, _, rest = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base, None), rest or "default", None)
+
+
+def upcast(t: Tensor) -> Tensor:
+    return t.float() if t.dtype in LOWER else t
+
+
+def each(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Applies a function to the tensors of an argument list, which may hold lists of tensors."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([each(function, item) for item in value])
+    return value
+
+
+def each_value(function: Callable[[Tensor], Tensor], values: dict) -> dict:
+    return {key: each(function, value) for key, value in values.items()} if values else values
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value for t in tensors(item)] if isinstance(value, (tuple, list)) else []
