@@ -180,7 +180,7 @@ class Arithmetic(AbstractContextManager):
         return kept[2]
 
     def _store(self, t: Tensor) -> Tensor:
-        return t.to(self.dtype) if t.is_floating_point() else t
+        return t.to(self.dtype) if t.dtype == torch.float32 else t
 
 
 def _banned(operation, below, args, kwargs):

@@ -97,7 +97,7 @@ class Site:
         """Rounding of a result to its stored format, counted."""
 
         def rounded(t: Tensor) -> Tensor:
-            if not t.is_floating_point():
+            if t.dtype != torch.float32:
                 return t
             low = t.to(dtype)
             if torch._C._current_graph_task_id() == -1:
