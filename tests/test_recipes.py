@@ -1,0 +1,74 @@
+"""Every recipe under every precision, found by glob: three steps, a finite FP32 loss, a truthful record."""
+
+import itertools
+import json
+import math
+
+import pytest
+
+from mptrain import files
+from mptrain.config import Config, check
+from mptrain.precision.modes import Precision
+from mptrain.results.runs import find_runs
+from mptrain.train import train
+
+SMALL = [name for name in files.names("recipe") if not name.endswith("_paper")]
+PRECISIONS = files.names("precision")
+
+
+def config(recipe: str, precision: str, folder, **changes) -> Config:
+    from mptrain.cli import _compose as compose
+
+    values = compose(recipe, precision)
+    return check({**values, "out": str(folder), "tensorboard": False, "progress": False, "device": "cpu", **changes})
+
+
+def test_there_are_recipes_and_precisions():
+    assert {"resnet", "resnet50_paper"} <= set(files.names("recipe"))
+    assert {
+        "fp32",
+        "tf32",
+        "bf16",
+        "fp16",
+        "fp16_master",
+        "fp16_nomaster",
+        "fp16_acc16",
+        "pseudo_fp16",
+        "bf16_pure",
+    } <= set(PRECISIONS)
+
+
+@pytest.mark.parametrize(("recipe", "precision"), list(itertools.product(SMALL, PRECISIONS)))
+def test_three_steps(recipe, precision, tmp_path):
+    settings = config(
+        recipe, precision, tmp_path / "run", data="synthetic", steps=3, batch_size=4, log_every=1, warmup=1
+    )
+    summary = train(settings)
+    assert summary["status"] == "finished"
+    numbers = Precision.load(precision)
+    assert summary["backend"] == numbers.backend("cpu")
+    assert summary["dtypes"]["matmul"] == numbers.compute
+    assert summary["dtypes"]["loss"] == "float32"
+    assert summary["dtypes"]["softmax"] in ("float32", "none ran")
+    assert summary["data"]["kind"] == "synthetic"
+    assert summary["steps"]["attempted"] == 3
+    assert summary["steps"]["applied"] + summary["steps"]["skipped"] == 3
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        loss
+        for line in lines
+        if "loss" in line
+        for loss in ([*line["loss"].values()] if isinstance(line["loss"], dict) else [line["loss"]])
+    ]
+    assert losses and all(math.isfinite(loss) for loss in losses)
+    runs, excluded = find_runs([str(tmp_path)])
+    assert len(runs) == 1 and not excluded
+
+
+@pytest.mark.parametrize("recipe", SMALL)
+def test_recipe_says_what_and_never_how(recipe):
+    text = files.config("recipe", recipe).read_text(encoding="utf-8")
+    values = files.read_yaml(files.config("recipe", recipe))
+    assert values["recipe"] == recipe
+    assert not {"precision", "scale", "scaling"} & set(values)
+    assert "Paper:" in text and f"mptrain +recipe={recipe}" in text
