@@ -6,6 +6,7 @@ DatasetDict); `data_dir=hub:NAME` is a data set of the hub, e.g. hub:ILSVRC/imag
 """
 
 import io
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,15 +67,22 @@ def folders(root: Path, split: str) -> Source:
     numbers = {name: number for number, name in enumerate(subfolders(root / "train"))}
     if unknown := set(subfolders(part)) - set(numbers):
         raise UserError(f"{part} has classes that train/ lacks: {', '.join(sorted(unknown)[:5])}")
-    files: list[Path] = []
+    files: list[bytes] = []
     labels: list[int] = []
     for name in subfolders(part):
-        found = sorted(file for file in (part / name).iterdir() if file.suffix.lower() in ENDINGS)
-        files += found
+        found = sorted(file for file in os.listdir(part / name) if Path(file).suffix.lower() in ENDINGS)
+        files += [os.fsencode(f"{name}/{file}") for file in found]
         labels += [numbers[name]] * len(found)
     if not files:
         raise UserError(f"{part} holds no pictures; data=imagenet expects {LAYOUT}")
-    return Source(np.array(labels), len(numbers), lambda index: (files[index], str(files[index])))
+    # One array: a million Python strings would be copied into every loader process, as their reference counts change.
+    names = np.array(files)
+
+    def read(index: int) -> tuple[Path, str]:
+        file = part / os.fsdecode(names[index])
+        return file, str(file)
+
+    return Source(np.array(labels), len(numbers), read)
 
 
 def subfolders(folder: Path) -> list[str]:
