@@ -69,7 +69,7 @@ FASHION = Sample(
 # ---------------------------------------------------------------------------------------------------------------- trees
 
 BORDER = 1700
-PHOTOGRAPHS = {  # name: parts (split, first column, column after the last)
+PHOTOGRAPHS: dict[str, list[tuple[str, int, int | None]]] = {  # parts: split, first column, column after the last
     "2019_YELL_2_528000_4978000_image_crop2": [("train", 0, BORDER), ("test", BORDER, None)],
     "2019_YELL_2_541000_4977000_image_crop": [("train", 0, None)],
     "OSBS_029": [("train", 0, None)],
