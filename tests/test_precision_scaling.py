@@ -292,8 +292,9 @@ def test_a_power_of_two_in_fp32_changes_no_bit():
 
 def test_every_field_of_the_state_comes_back():
     settings = DynamicSettings(
-        init=64, growth=4, backoff=0.25, interval=5, floor=2, ceiling=4096, hysteresis=3, consecutive=True, tolerance=0.1
-    )
+        init=64, growth=4, backoff=0.25, interval=5, floor=2, ceiling=4096, hysteresis=3, consecutive=True,
+        tolerance=0.1,
+    )  # fmt: skip
     default = DynamicSettings()
     assert all(getattr(settings, name) != getattr(default, name) for name in vars(default))
     scaler, problem = DynamicScaler(settings), Problem()
