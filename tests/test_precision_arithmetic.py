@@ -334,6 +334,23 @@ def test_gradient_checkpointing_changes_nothing(how, name):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_a_weight_used_twice(use_reentrant):
+    shared, x = nn.Linear(7, 7), randn(5, 7)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), shared)
+    plain = run(model, x)
+    for a, b in zip(plain, run(model, x, lambda m, x: checkpoint(m, x, use_reentrant=use_reentrant)), strict=True):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        shared.weight.data = shared.weight * 2  # no version counter tells of this
+    changed = run(model, x)
+    fresh = nn.Linear(7, 7)
+    fresh.load_state_dict(shared.state_dict())
+    again = run(nn.Sequential(fresh, nn.Tanh(), fresh, nn.Tanh(), fresh), x)
+    for a, b in zip(changed, again, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_checkpointing_drops_what_it_should():
     model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), randn(256, 64)
     held = []
@@ -460,6 +477,51 @@ def test_backward_inside_the_region():
         (y.float() ** 2).sum().backward()
     for a, b in zip(outside, [y, x.grad, *(p.grad for p in model.parameters())], strict=True):
         assert torch.equal(a, b)
+
+
+def test_gradients_of_gradients():
+    """A gradient penalty, as some GANs train with."""
+
+    def penalty(operation, x, w):
+        y = operation(x, w).tanh()
+        (gradient,) = torch.autograd.grad(y.float().sum(), x, create_graph=True)
+        ((gradient.float().norm() - 1) ** 2).backward()
+        return [x.grad, w.grad]
+
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 3), torch.randn(4, 3)
+    fresh = lambda: (x.clone().requires_grad_(), w.clone().requires_grad_())  # noqa: E731
+    exact = penalty(F.linear, *fresh())
+
+    def inside(name):
+        def operation(x, w):
+            with arithmetic(name):
+                return F.linear(x, w)
+
+        return operation
+
+    by_definition = penalty(lambda x, w: once(F.linear, x, w), *fresh())
+    for ours, expected in zip(penalty(inside("fp16"), *fresh()), by_definition, strict=True):
+        assert torch.equal(ours, expected)
+    for name, tolerance in (("fp16", 1e-2), ("tf32", 1e-2), ("fp16_acc16", 2e-2)):
+        for ours, expected in zip(penalty(inside(name), *fresh()), exact, strict=True):
+            assert (ours - expected).norm() < tolerance * expected.norm()
+
+
+def test_torch_func():
+    torch.manual_seed(0)
+    x, w = torch.randn(5, 3), torch.randn(4, 3)
+
+    def loss(w, x):
+        return (F.linear(x, w).float() ** 2).sum()
+
+    with arithmetic():
+        found = torch.func.grad(loss)(w, x)
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
+    v = w.clone().requires_grad_()
+    (once(F.linear, x, v).float() ** 2).sum().backward()
+    assert torch.equal(found, v.grad)
+    torch.testing.assert_close(each.sum(0), v.grad, rtol=2e-3, atol=2e-3)
 
 
 class TestSavedTensors:

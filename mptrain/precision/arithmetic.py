@@ -153,7 +153,7 @@ class Arithmetic(AbstractContextManager):
             return sources.add(low, low.float() if site is None else site.image(low, is_weight))
 
         args, kwargs = each(image, args), each_value(image, kwargs)
-        saving = sources.saved() if sources.require_grad() else nullcontext()
+        saving = sources.saved() if sources.needed() else nullcontext()
         with _ExcludeDispatchKeyGuard(self.off), Rounding(self.compute), saving:
             result = accumulate.run(operation, args, kwargs, self.chunk) if self.chunk else operation(*args, **kwargs)
             sources.clear()
@@ -172,11 +172,12 @@ class Arithmetic(AbstractContextManager):
         """
         if self.dtype is None or not self._eligible(t) or t.dtype == self.dtype:
             return t
-        if not (t.is_leaf and t.requires_grad and torch.is_grad_enabled() and dispatch.state.regions):
+        if not (t.is_leaf and t.requires_grad and torch.is_grad_enabled()):
             return t.to(self.dtype)
-        kept = dispatch.state.casts.get((id(t), self.dtype))
+        casts = dispatch.casts()
+        kept = casts.get((id(t), self.dtype))
         if kept is None or kept[1] != t._version:
-            kept = dispatch.state.casts[id(t), self.dtype] = (t, t._version, t.to(self.dtype))
+            kept = casts[id(t), self.dtype] = (t, t._version, t.to(self.dtype))
         return kept[2]
 
     def _store(self, t: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ class _State(threading.local):
         self.regions: list[tuple[Arithmetic, Any]] = []
         self.latest: Arithmetic | None = None
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+        self.casts_of = -1
         self.rounding: str | None = None
 
 
@@ -71,6 +72,8 @@ def enter(arithmetic: Arithmetic) -> None:
         cache_enabled=False if arithmetic.handlers else None,
     )
     region.__enter__()
+    if not state.regions:
+        state.casts.clear()
     state.regions.append((arithmetic, region))
     if on:
         state.latest = _latest[arithmetic.device_type] = arithmetic
@@ -100,6 +103,16 @@ def active(device_type: str) -> Arithmetic | None:
     if found is None or found.device_type != device_type:
         return None
     return found if found.autocast_dtype == torch.get_autocast_dtype(device_type) else None
+
+
+def casts() -> dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]]:
+    """The 16-bit copies of parameters made in this region or, while a checkpoint is recomputed, in this backward pass:
+    (parameter, dtype) -> (the parameter, its version then, the copy)."""
+    task = -1 if state.regions else torch._C._current_graph_task_id()
+    if task != state.casts_of:
+        state.casts.clear()
+        state.casts_of = task
+    return state.casts
 
 
 _libraries: dict[str, torch.library.Library] = {}

@@ -55,5 +55,5 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 def round_tf32(x: Tensor) -> Tensor:
     """FP32 values rounded to TF32, kept in FP32; infinities and NaN stay what they are."""
-    rounded = ((x.view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x)
+    rounded = (x.view(torch.int32) + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
+    return torch.where(x.isnan(), x, rounded)

@@ -15,10 +15,12 @@ class Sources:
     def __init__(self, image: Callable[[Tensor], Tensor]):
         self._image = image
         self._of: dict[int, tuple[Tensor, Tensor]] = {}
+        # Hooks are forbidden within torch.func's transforms; there the images themselves are kept.
+        self._enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
     def add(self, stored: Tensor, image: Tensor) -> Tensor:
         """Notes that `image` is `self.image(stored)`; returns it."""
-        if image.layout == torch.strided:
+        if self._enabled and image.layout == torch.strided:
             self._of[image.untyped_storage()._cdata] = (stored, image)
         return image
 
@@ -26,7 +28,8 @@ class Sources:
         """Lets the images go; the hooks live on in the graph."""
         self._of.clear()
 
-    def require_grad(self) -> bool:
+    def needed(self) -> bool:
+        """Whether anything will be saved that hooks may see."""
         return torch.is_grad_enabled() and any(image.requires_grad for _, image in self._of.values())
 
     def saved(self) -> AbstractContextManager:

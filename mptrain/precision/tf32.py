@@ -7,6 +7,7 @@ which is a sum. Results are FP32 and are not rounded.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ def run(operation: Any, args: tuple, kwargs: dict, off: DispatchKeySet, device_t
 
     args = tuple(prepared(argument, value) for argument, value in zip(names, args, strict=False))
     kwargs = {argument: prepared(argument, value) for argument, value in kwargs.items()}
-    with _ExcludeDispatchKeyGuard(off), Rounding("tf32"), sources.saved():
+    saving = sources.saved() if sources.needed() else nullcontext()
+    with _ExcludeDispatchKeyGuard(off), Rounding("tf32"), saving:
         result = operation(*args, **kwargs)
         sources.clear()
     if added is not None and name not in ("linear", "conv_tbc") and addend == "bias":
@@ -82,4 +84,4 @@ class _RoundGradient(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             to_addend = gradient.sum_to_size(ctx.shape)
             to_addend = to_addend if ctx.beta == 1 else to_addend * ctx.beta
-        return round_tf32(gradient), to_addend, None
+        return _Round.apply(gradient), to_addend, None
