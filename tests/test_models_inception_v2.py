@@ -36,4 +36,4 @@ def test_small_form(size) -> None:
     assert network(torch.randn(2, 3, size, size)).shape == (2, 7)
     x = network.stem(torch.randn(1, 3, size, size))
     sides = [(x := module(x)).shape[-1] for module in network.inception]
-    assert sides == [size // 2, size // 4, size // 4, size // 4, 4, 4]
+    assert sides == [size // 4, 4, 4, 4, 2, 2]

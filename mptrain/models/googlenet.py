@@ -45,7 +45,7 @@ class AuxiliaryClassifier(nn.Sequential):
 
 
 class SmallGoogLeNet(nn.Module):
-    """A stem, two, three and one Inception module at 14, 7 and 4 pixels, global pooling, one linear layer.
+    """A stem, two, three and one Inception module at 7, 4 and 2 pixels, global pooling, one linear layer.
 
     Takes (batch, channels, 28 to 32, 28 to 32). Returns logits (batch, num_classes), in training (logits, auxiliary
     logits).
@@ -55,7 +55,9 @@ class SmallGoogLeNet(nn.Module):
         super().__init__()
         w = width
         self.stem = nn.Sequential(
-            ConvNormReLU(channels, 2 * w, 3, stride=2, padding=1), ConvNormReLU(2 * w, 4 * w, 3, padding=1)
+            ConvNormReLU(channels, 2 * w, 3, stride=2, padding=1),
+            ConvNormReLU(2 * w, 4 * w, 3, padding=1),
+            nn.MaxPool2d(3, stride=2, padding=1),
         )
         self.stage3 = nn.Sequential(
             InceptionModule(4 * w, (2 * w, 2 * w, 4 * w, w // 2, w, w)),
@@ -90,6 +92,6 @@ def googlenet(num_classes: int = 1000) -> nn.Module:
     return torchvision.models.googlenet(num_classes=num_classes, aux_logits=True, init_weights=True)
 
 
-def googlenet_small(num_classes: int = 10, channels: int = 1, width: int = 8) -> SmallGoogLeNet:
-    """Six of the nine Inception modules, with one of the two auxiliary classifiers, in an eighth of the channels."""
+def googlenet_small(num_classes: int = 10, channels: int = 1, width: int = 12) -> SmallGoogLeNet:
+    """Six of the nine Inception modules, with one of the two auxiliary classifiers, in a sixth of the channels."""
     return SmallGoogLeNet(num_classes, channels, width)

@@ -92,11 +92,13 @@ def inception_v2(num_classes: int = 1000) -> InceptionV2:
     return InceptionV2(stem, 192, FULL_SIZE, num_classes)
 
 
-def inception_v2_small(num_classes: int = 10, channels: int = 1, width: int = 8) -> InceptionV2:
-    """Six of the ten modules in about an eighth of the channels, at 14, 7 and 4 pixels."""
+def inception_v2_small(num_classes: int = 10, channels: int = 1, width: int = 12) -> InceptionV2:
+    """Six of the ten modules in about a sixth of the channels, at 7, 4 and 2 pixels."""
     w = width
     stem = nn.Sequential(
-        ConvNormReLU(channels, 2 * w, 3, stride=2, padding=1), ConvNormReLU(2 * w, 4 * w, 3, padding=1)
+        ConvNormReLU(channels, 2 * w, 3, stride=2, padding=1),
+        ConvNormReLU(2 * w, 4 * w, 3, padding=1),
+        nn.MaxPool2d(3, stride=2, padding=1),
     )
     rows: tuple[Row, ...] = (
         (2 * w, 2 * w, 3 * w, 2 * w, 3 * w, "average", w),

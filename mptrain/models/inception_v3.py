@@ -85,7 +85,7 @@ def wide_outputs(inputs: int, w: int) -> Branches:
 
 
 class SmallInceptionV3(nn.Module):
-    """A stem and one module of each of the paper's kinds at 14, 7 and 4 pixels, global pooling, one linear layer.
+    """A stem and one module of each of the paper's kinds at 7 and 4 pixels, global pooling, one linear layer.
 
     Takes (batch, channels, 28 to 32, 28 to 32). Returns logits (batch, num_classes), in training (logits, auxiliary
     logits).
@@ -95,9 +95,11 @@ class SmallInceptionV3(nn.Module):
         super().__init__()
         w = width
         self.stem = nn.Sequential(
-            ConvNormReLU(channels, 2 * w, 3, stride=2, padding=1), ConvNormReLU(2 * w, 4 * w, 3, padding=1)
+            ConvNormReLU(channels, 2 * w, 3, stride=2, padding=1),
+            ConvNormReLU(2 * w, 4 * w, 3, padding=1),
+            nn.MaxPool2d(3, stride=2, padding=1),
         )
-        self.first = nn.Sequential(small_kernels(4 * w, w), smaller_grid(12 * w, w), long_kernels(20 * w, w))
+        self.first = nn.Sequential(small_kernels(4 * w, w), long_kernels(12 * w, w))
         self.auxiliary = nn.Sequential(
             nn.AdaptiveAvgPool2d(3),
             ConvNormReLU(20 * w, 4 * w, 1),
@@ -122,5 +124,5 @@ def inception_v3(num_classes: int = 1000) -> nn.Module:
 
 
 def inception_v3_small(num_classes: int = 10, channels: int = 1, width: int = 8) -> SmallInceptionV3:
-    """Five modules of the eleven, one of each kind, with the auxiliary classifier, in an eighth of the channels."""
+    """Four modules of the eleven, one of each kind, with the auxiliary classifier, in a fraction of the channels."""
     return SmallInceptionV3(num_classes, channels, width)
