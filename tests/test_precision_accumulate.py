@@ -165,11 +165,15 @@ SHAPES = {
     "conv2d unbatched": (F.conv2d, (4, 6, 7), (6, 4, 3, 2)),
     "conv3d": (lambda x, w: F.conv3d(x, w, stride=2, padding=1), (2, 2, 5, 4, 3), (3, 2, 3, 3, 3)),
     "conv_transpose1d": (lambda x, w: F.conv_transpose1d(x, w, stride=2), (2, 4, 5), (4, 3, 3)),
+    "conv_transpose2d padded beyond its stride": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2, padding=1, output_padding=2, dilation=3),
+        (2, 3, 4, 3), (3, 2, 2, 3),
+    ),
     "conv_transpose3d": (lambda x, w: F.conv_transpose3d(x, w, padding=1), (1, 2, 3, 3, 3), (2, 3, 2, 2, 2)),
     "conv_tbc": (lambda x, w: torch.conv_tbc(x, w, torch.zeros(5), 1), (7, 2, 4), (3, 4, 5)),
     "matmul": (torch.matmul, (2, 1, 3, 37), (4, 37, 5)),
     "bilinear": (lambda x, w: F.bilinear(x.half(), x.half(), w.half()), (3, 4), (5, 4, 4)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SHAPES)

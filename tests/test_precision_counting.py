@@ -126,6 +126,16 @@ def test_counts_per_layer_and_direction_equal_those_by_hand():
         assert [table[key][kind] for kind in KINDS] == count(before.detach(), after.detach()).tolist()
 
 
+def test_slices_of_a_weight_are_weights():
+    counter, module = Counter(), nn.MultiheadAttention(4, 2, bias=False)
+    query, key = torch.randn(3, 2, 4), torch.randn(5, 2, 4)
+    with region(counter):
+        y, _ = module(query, key, key, need_weights=False)
+    y.float().sum().backward()
+    table = {row["direction"]: row["values"] for row in counter.table()}
+    assert table["grad_weight"] == 4 * 16
+
+
 @pytest.mark.parametrize("changes", [{}, {"accumulate": "float16"}])
 def test_counting_changes_no_bit(changes):
     model, x = network(), torch.randn(2, 3, 8, 8, requires_grad=True)

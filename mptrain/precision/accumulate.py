@@ -105,20 +105,21 @@ class _Geometry:
     def __init__(self, stride: list[int], sides: list[tuple[int, int]], dilation: list[int], groups: int, chunk: int):
         self.stride, self.sides, self.dilation, self.groups, self.chunk = stride, sides, dilation, groups, chunk
 
-    def columns(self, x: Tensor, size: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """[N, C, *space] -> ([groups, N * prod(out), C / groups * prod(size)], [N, *out])."""
+    def columns(self, x: Tensor, size: Sequence[int], out: Sequence[int] | None) -> tuple[Tensor, list[int]]:
+        """[N, C, *space] -> ([groups, N * prod(out), C / groups * prod(size)], [N, *out]); `out` cuts what is over."""
         n = len(size)
         x = F.pad(x, [side for pair in reversed(self.sides) for side in pair])
         for i in range(n):
             x = x.unfold(2 + i, self.dilation[i] * (size[i] - 1) + 1, self.stride[i])[..., :: self.dilation[i]]
+            x = x if out is None else x.narrow(2 + i, 0, out[i])
         places = [x.shape[0], *x.shape[2 : 2 + n]]
         x = x.permute(1, 0, *range(2, 2 + 2 * n)).reshape(
             self.groups, x.shape[1] // self.groups, math.prod(places), math.prod(size)
         )
         return x.transpose(1, 2).reshape(self.groups, math.prod(places), x.shape[1] * x.shape[3]), places
 
-    def correlate(self, x: Tensor, w: Tensor) -> Tensor:
-        columns, places = self.columns(x, w.shape[2:])
+    def correlate(self, x: Tensor, w: Tensor, out: Sequence[int] | None = None) -> Tensor:
+        columns, places = self.columns(x, w.shape[2:], out)
         kernels = w.reshape(self.groups, w.shape[0] // self.groups, columns.shape[2])
         result = dot(columns, kernels.mT, self.chunk)
         return result.permute(1, 0, 2).reshape(*places, w.shape[0]).movedim(-1, 1).contiguous()
@@ -135,7 +136,7 @@ class _Geometry:
 
     def weight(self, x: Tensor, g: Tensor, shape: Sequence[int]) -> Tensor:
         """The gradient of a weight of this shape."""
-        columns, places = self.columns(x, shape[2:])
+        columns, places = self.columns(x, shape[2:], g.shape[2:])
         rows = g.movedim(1, -1).reshape(math.prod(places), self.groups, shape[0] // self.groups).transpose(0, 1)
         return dot(columns.mT, rows, self.chunk).mT.reshape(shape)
 
@@ -178,7 +179,7 @@ class _Transpose(Function):
     @staticmethod
     def backward(ctx, gradient):
         x, w = ctx.saved_tensors
-        to_x = ctx.geometry.correlate(gradient, w) if ctx.needs_input_grad[0] else None
+        to_x = ctx.geometry.correlate(gradient, w, x.shape[2:]) if ctx.needs_input_grad[0] else None
         to_w = ctx.geometry.weight(gradient, x, w.shape) if ctx.needs_input_grad[1] else None
         return to_x, to_w, None, None
 

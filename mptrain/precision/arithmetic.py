@@ -149,8 +149,10 @@ class Arithmetic(AbstractContextManager):
             if not self._eligible(t):
                 return t
             low = self._lower(t)
-            is_weight = t.is_leaf and t.requires_grad
-            return sources.add(low, low.float() if site is None else site.image(low, is_weight))
+            if site is None:
+                return sources.add(low, low.float())
+            whole = t if t._base is None else t._base  # attention projects by slices of one weight
+            return sources.add(low, site.image(low, is_weight=whole.is_leaf and whole.requires_grad))
 
         args, kwargs = each(image, args), each_value(image, kwargs)
         saving = sources.saved() if sources.needed() else nullcontext()
