@@ -28,6 +28,14 @@ def small(image=None):
     return CLIP(image, TextTransformer(words=30, length=10, width=16, layers=2, heads=2, dimension=8)).eval()
 
 
+def test_stem_of_small_convolutions_sees_the_same_patches():
+    torch.manual_seed(0)
+    tower = VisionTransformer(size=32, patch=8, width=16, layers=1, heads=2, dimension=8, stem="convolutions")
+    maps = [layer.out_channels for layer in tower.patches if isinstance(layer, nn.Conv2d)]
+    assert maps == [4, 8, 16, 16] and tower.patches(torch.randn(2, 3, 32, 32)).shape == (2, 16, 4, 4)
+    assert tower(torch.randn(2, 3, 32, 32)).shape == (2, 8)
+
+
 def test_features_are_unit_vectors_in_fp32_and_the_scale_starts_at_its_published_value():
     pictures, captions, scale = small()(torch.randn(3, 3, 16, 16), torch.randint(30, (3, 5)), torch.tensor([5, 3, 1]))
     for features in (pictures, captions):

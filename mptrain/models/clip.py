@@ -31,11 +31,18 @@ class CLIP(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Dosovitskiy et al. 2021: patches and a class token through a transformer; returns (batch, dimension)."""
+    """Dosovitskiy et al. 2021: patches and a class token through a transformer; returns (batch, dimension).
 
-    def __init__(self, size: int, patch: int, width: int, layers: int, heads: int, dimension: int) -> None:
+    `stem` "patch" sees each patch through one large convolution, "convolutions" through several small ones (Xiao et al.
+    2021, "Early Convolutions Help Transformers See Better"), with which a small one learns much sooner.
+    """
+
+    def __init__(
+        self, size: int, patch: int, width: int, layers: int, heads: int, dimension: int, stem: str = "patch"
+    ) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, patch, stride=patch, bias=False)
+        plain = nn.Conv2d(3, width, patch, stride=patch, bias=False)
+        self.patches = plain if stem == "patch" else small_convolutions(patch, width)
         self.class_token = nn.Parameter(torch.randn(width) * width**-0.5)
         self.positions = nn.Parameter(torch.randn((size // patch) ** 2 + 1, width) * width**-0.5)
         self.norm_before = nn.LayerNorm(width)
@@ -51,6 +58,16 @@ class VisionTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.projection(self.norm_after(x[:, 0]))
+
+
+def small_convolutions(patch: int, width: int) -> nn.Sequential:
+    """3x3 convolutions that each halve the picture and double the maps, until a patch is one position, `width` deep."""
+    layers: list[nn.Module] = []
+    halvings, before = int(math.log2(patch)), 3
+    for maps in (width // 2**i for i in reversed(range(halvings))):
+        layers += [nn.Conv2d(before, maps, 3, stride=2, padding=1), nn.ReLU()]
+        before = maps
+    return nn.Sequential(*layers, nn.Conv2d(width, width, 1))
 
 
 class TextTransformer(nn.Module):

@@ -16,6 +16,7 @@ from mptrain.errors import UserError
 from mptrain.models.clip import CLIP, ConvolutionalTower, TextTransformer, VisionTransformer
 from mptrain.tasks.task import Task
 
+STEMS = ("patch", "convolutions")
 NORMS = ("batch", "group", "layer")
 
 
@@ -68,6 +69,7 @@ def ranks(logits: Tensor) -> Tensor:
 def build(
     data: DataSpec,
     tower: str = "vit",
+    stem: str = "patch",
     norm: str = "layer",
     size: int = 32,
     patch: int = 8,
@@ -81,11 +83,11 @@ def build(
     text_heads: int = 4,
     dimension: int = 128,
 ) -> ContrastiveTask:
-    """`tower` vit is a vision transformer (with layer norm); convnet is a convolutional one of `image_layers` stages,
-    `image_width` maps in the first, with batch, group or layer norm. A caption has at most `length` words, START and
-    END included; `words` is the size of the vocabulary. Raises UserError if the options do not fit each other."""
+    """`tower` vit is a vision transformer (layer norm; `stem` patch or convolutions), convnet a convolutional one of
+    `image_layers` stages, `image_width` maps in the first (batch, group or layer norm). A caption has at most `length`
+    words, START and END included; `words` is the size of the vocabulary. Raises UserError if options do not fit."""
     if tower == "vit":
-        image: torch.nn.Module = vit(norm, size, patch, image_width, image_layers, image_heads, dimension)
+        image: torch.nn.Module = vit(norm, stem, size, patch, image_width, image_layers, image_heads, dimension)
     elif tower == "convnet":
         image = convnet(norm, size, image_width, image_layers, dimension)
     else:
@@ -98,12 +100,21 @@ def build(
     return ContrastiveTask(CLIP(image, text), train_set, test_set)
 
 
-def vit(norm: str, size: int, patch: int, width: int, layers: int, heads: int, dimension: int) -> VisionTransformer:
+def vit(
+    norm: str, stem: str, size: int, patch: int, width: int, layers: int, heads: int, dimension: int
+) -> VisionTransformer:
     if norm != "layer":
         raise UserError(f"task.norm={norm} does not go with task.tower=vit; type task.norm=layer or task.tower=convnet")
+    if stem not in STEMS:
+        raise UserError(f"task.stem={stem} is unknown; type task.stem={' or task.stem='.join(STEMS)}")
+    if stem == "convolutions" and (patch < 2 or patch & (patch - 1) or width % patch):
+        raise UserError(
+            f"task.stem=convolutions halves the picture: task.patch={patch} must be 2, 4, 8 or 16 and divide "
+            f"task.image_width={width}"
+        )
     divides("size", size, "patch", patch)
     divides("image_width", width, "image_heads", heads)
-    return VisionTransformer(size, patch, width, layers, heads, dimension)
+    return VisionTransformer(size, patch, width, layers, heads, dimension, stem)
 
 
 def convnet(norm: str, size: int, width: int, stages: int, dimension: int) -> ConvolutionalTower:
