@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import subprocess
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from mptrain import __version__
 from mptrain.precision import hardware
@@ -85,49 +82,12 @@ class Throughput:
         self.steps, self._units, self._seconds = state["steps"], state["units"], state["seconds"]
 
 
-class LiveBytes(TorchDispatchMode):
-    """While it is on, the peak of the bytes of all live tensors that operations take or give, each storage once.
-
-    Temporaries inside a kernel are not seen. torch's own MemTracker does the same and more, but refuses steps with
-    several forward passes (accumulation, the two passes of a discriminator).
-    """
-
-    def __init__(self, held: Iterable[Tensor]):
-        super().__init__()
-        self.live = self.peak = 0
-        self._alive: dict[int, Any] = {}
-        self._see(held)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self._see(tree_iter((args, kwargs, result)))
-        return result
-
-    def _see(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, Tensor) and value.layout == torch.strided:
-                storage = value.untyped_storage()
-                if (key := id(storage)) not in self._alive:
-                    self._alive[key] = weakref.finalize(storage, self._forget, key, size := storage.nbytes())
-                    self.live += size
-                    self.peak = max(self.peak, self.live)
-
-    def _forget(self, key: int, size: int) -> None:
-        del self._alive[key]
-        self.live -= size
-
-    def __exit__(self, *exception) -> None:
-        super().__exit__(*exception)
-        for finalizer in self._alive.values():
-            finalizer.detach()
-
-
 class Instruments:
     """Look at two steps that the throughput leaves out: formats that ran, and memory on a CPU.
 
     These are the first step and the first that finds the optimizers' state in place. On a CPU memory is the peak of
-    live tensor bytes in such a step; under emulation this includes the FP32 image of one operation at a time. On a
-    GPU it is `max_memory_allocated` of the whole run.
+    live tensor bytes in such a step (memory.py); under emulation this includes the FP32 image of one operation at a
+    time. On a GPU it is `max_memory_allocated` of the whole run.
     """
 
     def __init__(self, device: torch.device):
@@ -139,12 +99,16 @@ class Instruments:
     @contextmanager
     def watching(self, held: Iterable[Tensor]) -> Iterator[None]:
         """held: the tensors that live through the step whether it uses them or not, e.g. averaged weights."""
-        live = LiveBytes(held) if self.device.type == "cpu" else None
-        with live or nullcontext(), RanDtypes() as ran:
+        memory: Any = nullcontext()
+        if self.device.type == "cpu":
+            from mptrain.memory import StepMemory  # slow to import, and of no use on a GPU
+
+            memory = StepMemory(held)
+        with memory, RanDtypes() as ran:
             yield
         self.dtypes = ran.table()
-        if live is not None:
-            self.peak_bytes = max(self.peak_bytes, live.peak)
+        if self.device.type == "cpu":
+            self.peak_bytes = max(self.peak_bytes, memory.peak())
 
     def memory(self) -> dict[str, Any]:
         """{peak_mib, how}, and on a GPU reserved_mib, which counts what the allocator keeps"""
@@ -155,7 +119,7 @@ class Instruments:
                 "how": "torch.cuda.max_memory_allocated",
             }
         peak_mib = self.peak_bytes / 2**20 if self.peak_bytes else None
-        return {"peak_mib": peak_mib, "how": "live tensor bytes, peak of one step"}
+        return {"peak_mib": peak_mib, "how": "MemTracker: live tensor bytes, peak of one step"}
 
     def state_dict(self) -> dict[str, Any]:
         return {"dtypes": self.dtypes, "peak_bytes": self.peak_bytes, "settled": self.settled}
