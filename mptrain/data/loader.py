@@ -66,6 +66,7 @@ class Loader:
                 batch_sampler=keys,  # type: ignore[arg-type]
                 collate_fn=_as_is,
                 num_workers=self.workers,
+                multiprocessing_context="fork",  # the data is shared, and Ctrl-C is answered as it is here
                 pin_memory=self.pin,
                 generator=torch.Generator(),  # else it would draw from the generator that training draws from
             )

@@ -1,10 +1,15 @@
 """Configurations and runs of the tiny family, in this process or in a forked one."""
 
+import copy
+import functools
 import json
 import multiprocessing
+import os
 import sys
+from multiprocessing import forkserver as forkserver_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from tiny import install
@@ -19,7 +24,7 @@ forkserver.set_forkserver_preload(["tiny.warm"])
 
 def settings(recipe: str = "tiny", precision: str = "fp32", **changes: Any) -> config.Config:
     """As `mptrain +recipe=... precision=... KEY=VALUE`; dots in keys are written `__`."""
-    values = cli._compose(recipe, precision)
+    values = copy.deepcopy(composed(recipe, precision))
     values["tensorboard"] = False
     for key, value in changes.items():
         *path, last = key.split("__")
@@ -28,6 +33,11 @@ def settings(recipe: str = "tiny", precision: str = "fp32", **changes: Any) -> c
             at = at[part]
         at[last] = value
     return config.check(values)
+
+
+@functools.cache
+def composed(recipe: str, precision: str) -> dict[str, Any]:
+    return cli._compose(recipe, precision)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -60,6 +70,8 @@ def lasting(folder: Path) -> dict[str, Any]:
 
 def started(target: Any, *args: Any) -> Any:
     """A process forked from a clean, warm one, in which the tests' recipes and family are installed."""
+    with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}):
+        forkserver_module.ensure_running()  # Python 3.11 does not hand its own path over
     process = forkserver.Process(target=_prepared, args=(target, sys.path, *args))
     process.start()
     return process
