@@ -467,15 +467,61 @@ def test_two_threads_share_an_arithmetic():
     assert wrong == []
 
 
-def test_backward_inside_the_region():
-    model, x = network(), randn(2, 3, 8, 8)
-    outside = run(model, x)
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(self.q(x), x, x, attn_mask=self.q.weight[:5, :5])
+
+
+INSIDE = {
+    "network": (network, (2, 3, 8, 8)),
+    "GRU": (lambda: nn.GRU(4, 5, 2), (6, 3, 4)),
+    "RNN": (lambda: nn.RNN(4, 5, bidirectional=True), (6, 3, 4)),
+    "LSTM": (lambda: nn.LSTM(4, 5), (6, 3, 4)),
+    "attention": (Attention, (2, 2, 5, 8)),
+}
+
+
+@pytest.mark.parametrize("case", INSIDE)
+@pytest.mark.parametrize("name", ["fp16", "tf32", "fp16_acc16", "bf16"])
+@pytest.mark.parametrize("use_reentrant", [None, True, False])
+def test_backward_inside_the_region(case, name, use_reentrant):
+    make, size = INSIDE[case]
+    model, x = make(), randn(*size)
+
+    def call(x):
+        if use_reentrant is None:
+            return flat(model(x))[0]
+        return checkpoint(lambda x: flat(model(x))[0], x, use_reentrant=use_reentrant)
+
+    outside = run(model, x, lambda model, x: call(x), name=name)
     model.zero_grad()
     x.grad = None
-    with arithmetic():
-        y = model(x)
+    with arithmetic(name):
+        y = call(x)
         (y.float() ** 2).sum().backward()
     for a, b in zip(outside, [y, x.grad, *(p.grad for p in model.parameters())], strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_region_inside_what_is_checkpointed(use_reentrant):
+    model, x = network(), randn(2, 3, 8, 8)
+    plain = run(model, x)
+    model.zero_grad()
+    x.grad = None
+    region = arithmetic()
+
+    def call(x):
+        with region:
+            return model(x)
+
+    y = checkpoint(call, x, use_reentrant=use_reentrant)
+    (y.float() ** 2).sum().backward()
+    for a, b in zip(plain, [y, x.grad, *(p.grad for p in model.parameters())], strict=True):
         assert torch.equal(a, b)
 
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,17 @@ Handler = Callable[[Any, DispatchKeySet, tuple, dict], Any]
 """(ATen overload, the dispatch keys below autocast, args, kwargs) -> result"""
 
 
+class _Region(NamedTuple):
+    arithmetic: Arithmetic
+    autocast: Any
+    nesting: int
+    backward: int
+    """the backward pass it was opened in, or -1"""
+
+
 class _State(threading.local):
     def __init__(self) -> None:
-        self.regions: list[tuple[Arithmetic, Any]] = []
+        self.regions: list[_Region] = []
         self.latest: Arithmetic | None = None
         self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
         self.casts_of = -1
@@ -74,15 +82,14 @@ def enter(arithmetic: Arithmetic) -> None:
     region.__enter__()
     if not state.regions:
         state.casts.clear()
-    state.regions.append((arithmetic, region))
+    state.regions.append(_Region(arithmetic, region, _nesting(), torch._C._current_graph_task_id()))
     if on:
         state.latest = _latest[arithmetic.device_type] = arithmetic
 
 
 def leave(*exception) -> None:
     """Closes the innermost region of this thread."""
-    _, region = state.regions.pop()
-    region.__exit__(*exception)
+    state.regions.pop().autocast.__exit__(*exception)
     if not state.regions:
         state.casts.clear()
 
@@ -95,7 +102,7 @@ def active(device_type: str) -> Arithmetic | None:
     the arithmetic that was entered last.
     """
     if state.regions:
-        found: Arithmetic | None = state.regions[-1][0]
+        found: Arithmetic | None = state.regions[-1].arithmetic
     elif torch._C._current_graph_task_id() == -1 or torch.is_autocast_cache_enabled():
         return None
     else:
@@ -103,6 +110,24 @@ def active(device_type: str) -> Arithmetic | None:
     if found is None or found.device_type != device_type:
         return None
     return found if found.autocast_dtype == torch.get_autocast_dtype(device_type) else None
+
+
+def differentiating() -> bool:
+    """Whether the running operation belongs to a derivative, in a backward pass that was started inside a region.
+
+    It is computed as it would be outside. A forward pass that a checkpoint repeats is one autocast region deeper. The
+    transforms of torch.func, whose backward passes always run inside, are left to autocast.
+    """
+    task = torch._C._current_graph_task_id()
+    if task == -1 or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return False
+    nesting, opened_in = (state.regions[-1].nesting, state.regions[-1].backward) if state.regions else (0, -1)
+    return task != opened_in and _nesting() == nesting
+
+
+def _nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def casts() -> dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]]:
@@ -151,6 +176,8 @@ def _kernel(name: str, operation: Any, original: Any, device_type: str) -> Calla
 
     def kernel(keys, *args, **kwargs):
         arithmetic = active(device_type)
+        if arithmetic is not None and differentiating():
+            return operation.redispatch(keys & after, *args, **kwargs)
         if arithmetic is not None and (handler := arithmetic.handlers.get(name)) is not None:
             return handler(operation, keys & after, args, kwargs)
         if original is not None and (arithmetic is None or device_type != "cpu"):
