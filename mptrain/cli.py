@@ -193,7 +193,8 @@ def _errors_pass_through() -> Any:
 
 def _readable(error: BaseException) -> str:
     text = f"{error}\n{error.__cause__ or ''}"
-    return "\n".join(dict.fromkeys(line.rstrip() for line in text.splitlines() if line.strip()))[:2000]
+    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith("    ")]
+    return "\n".join(dict.fromkeys(lines))[:2000]
 
 
 def _store_recipes() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -175,8 +175,7 @@ def check(values: Mapping[str, Any], baseline: Mapping[str, Any] | None = None) 
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        complaints += [_sentence(e) for e in error.errors()]
-    complaints = list(dict.fromkeys(complaints))
+        complaints += _joined(_sentence(e) for e in error.errors() if e["loc"][0] != "scale")
     precision, scaling = ({} if not isinstance(values.get(k), dict) else values[k] for k in ("precision", "scaling"))
     complaints += modes.complaints_about(precision)
     complaints += _about_scale(values.get("scale"), precision, scaling)
@@ -252,6 +251,15 @@ def _same_type(value: Any, default: Any) -> bool:
 def _kind(default: Any) -> str:
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"}
     return names.get(type(default), "a mapping")
+
+
+def _joined(sentences: Iterable[str]) -> list[str]:
+    """Complaints of one value against the branches of a union become one."""
+    found: dict[str, list[str]] = {}
+    for sentence in sentences:
+        about, _, allowed = sentence.partition(": give ")
+        found.setdefault(about, []).append(allowed)
+    return [about + (": give " + " or ".join(dict.fromkeys(some)) if some[0] else "") for about, some in found.items()]
 
 
 def _sentence(error: Any) -> str:

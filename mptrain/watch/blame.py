@@ -34,7 +34,7 @@ def first_nonfinite(models: dict[str, nn.Module], run: Callable[[], None]) -> st
     several = len(models) > 1
     for name, model in models.items():
         for path, module in model.named_modules():
-            watch(".".join(part for part in (name if several or not path else "", path) if part), module)
+            watch(".".join(part for part in (name if several else "", path) if part) or "the whole network", module)
     try:
         run()
     finally:

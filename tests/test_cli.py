@@ -1,0 +1,257 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny as tiny_package
+import torch
+from tiny.runs import same_bits, weights
+
+from mptrain import cli, files
+from mptrain.results.record import Record
+
+pytestmark = pytest.mark.usefixtures("tiny")
+REPOSITORY = Path(cli.__file__).parent.parent
+QUIET = ["tensorboard=false", "progress=false"]
+
+
+@pytest.fixture
+def said(capsys):
+    """Runs a command line; returns its status, output and complaints."""
+
+    def call(*arguments):
+        status = cli.main(list(arguments))
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def refused(said, *arguments):
+    status, out, err = said(*arguments)
+    assert status == 1 and out == "" and err.startswith("mptrain: ") and "Traceback" not in err
+    assert not list(Path("results").glob("*/*")) and not Path("run").exists()
+    return err.removeprefix("mptrain: ").replace("\n         ", "\n").strip().splitlines()
+
+
+def python(*arguments, **environment):
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_listing_and_help(said):
+    status, out, err = said()
+    assert status == 0 and err == ""
+    assert "tiny                     Test: a perceptron" in out and "tiny_paper" in out
+    for arguments in (["--help"], ["-h"], ["help"], ["+recipe=tiny", "--help"], ["train", "-h"]):
+        status, out, err = said(*arguments)
+        assert status == 0 and "mptrain +recipe=NAME [KEY=VALUE ...]" in out and "fp16_master" in out
+    assert said("--version")[0] == 0
+
+
+BAD = {
+    "+recipe=tini": "recipe=tini is unknown; did you mean tiny? there are tiny, tiny_paper",
+    "+recipe=": "recipe= is unknown; there are tiny, tiny_paper",
+    "+recipe=[tiny,tiny_paper]": "recipe=['tiny', 'tiny_paper'] is unknown",
+    "+recipe=tiny precision=fp61": "precision=fp61 is unknown; did you mean fp16",
+    "+recipe=tiny precison=fp16": "precison is unknown; did you mean precision or precision.name? "
+    "all keys: mptrain +recipe=tiny --cfg job",
+    "+recipe=tiny +recipe=tiny_paper": "Multiple values for recipe",
+    "steps=3": "no recipe is named; write +recipe=NAME, there are tiny, tiny_paper",
+    "trian +recipe=tiny": "'trian' is neither a verb nor key=value; did you mean train? there are train, ",
+    "+recipe=tiny train": "'train' cannot be read as key=value",
+    "+recipe=tiny a=[1,2": "'a=[1,2' cannot be read as key=value",
+    "+recipe=tiny a='x": "'a='x' cannot be read as key=value",
+    "+recipe=tiny out=é": "'out=é' cannot be read as key=value; put a value with signs of its own in two",
+    "+recipe=tiny =3": "an empty key is unknown",
+    "+recipe=tiny steps=": "steps=: give a whole number",
+    "+recipe=tiny steps=1e3": "steps=1000.0: give a whole number",
+    "+recipe=tiny steps=nan": "steps=nan: give a whole number",
+    "+recipe=tiny out=": "out=: give a name, or leave it out",
+    "+recipe=tiny scale=1e400": "scale=inf: give a positive number",
+    "+recipe=tiny scale=-1": "scale=-1: give a positive number",
+    "+recipe=tiny optimizer.lr=-nan": "optimizer.lr=nan: give a finite number",
+    "+recipe=tiny ~clip": "clip cannot be taken out, only set: clip=...",
+    "+recipe=tiny ~precision": "precision cannot be taken out",
+    "+recipe=tiny ~clipp": "clipp is unknown; did you mean clip",
+    "+recipe=tiny +steps=3": "Could not append to config. An item is already at 'steps'.",
+    "+recipe=tiny optimizer.momentm=0.5": "optimizer.momentm is unknown; did you mean optimizer.momentum",
+    "+recipe=tiny +optimizer.momentm=0.5": "optimizer.momentm is not an option of sgd; did you mean momentum?",
+    "+recipe=tiny optimizer.nesterov=true": "optimizer.nesterov is not set by recipe=tiny; add it with a plus sign",
+    "+recipe=tiny +schedule.foo=1": "schedule.foo is not an option of cosine; there are final",
+    "+recipe=tiny optimizer.name=adam": "optimizer.momentum is not an option of adam; take it out (~optim",
+    "+recipe=tiny optimizer=3": "optimizer=3: give a mapping",
+    "+recipe=tiny task.hidden=wide": "task.hidden=wide: give a whole number, as 16 is",
+    "+recipe=tiny +task.hiden=4": "task tiny: got an unexpected keyword argument 'hiden'",
+    "+recipe=tiny out=${nowhere}": "Interpolation key 'nowhere' not found",
+    "+recipe=tiny precision.master=false": "precision.master=false contradicts precision.storage=float32",
+    "+recipe=tiny precision=bf16 scaling.init=4": "scaling.init=4 has no effect with scale=none; set scale=dynamic",
+    "+recipe=tiny data_dir=/nowhere/at/all": "data_dir=/nowhere/at/all is not a folder",
+    "+recipe=tiny data=unknown": "data=unknown is unknown; there are numbers, synthetic",
+    "+recipe=tiny hydra.foo=1": "Could not override 'hydra.foo'.",
+    "+recipe=tiny hydra.job.chdri=true": "Could not override 'hydra.job.chdri'.",
+    "+recipe=tiny --frobnicate": "unrecognized arguments: --frobnicate; see mptrain --help",
+    "+recipe=tiny --info nothing": "argument --info/-i: invalid choice: 'nothing'",
+    "-m +recipe=tiny seed=0,a": "seed=a: give a whole number",
+    "-m +recipe=glob(*) steps=x": "steps=x: give a whole number",
+    "-m +recipe=glob(zz*) steps=3": "no recipe is named",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_mistakes_have_one_message(said, line):
+    found = refused(said, *line.split(" "))
+    assert found[0].startswith(BAD[line]) or BAD[line] in "\n".join(found), found
+    assert len(found) <= 4
+
+
+def test_all_mistakes_in_one_message(said):
+    found = refused(said, "+recipe=tini", "precison=fp16", "steps=-1", "scale=abc", "seed='x")
+    about = [line.partition(" ")[0] for line in found]
+    assert about == ["'seed='x'", "recipe=tini", "precison", "steps=-1:", "scale=abc:"]
+
+
+def test_very_long_values(said):
+    (found,) = refused(said, "+recipe=tiny", "out=" + "x" * 5000, *QUIET)
+    assert "cannot be used for this run (File name too long)" in found
+    (found,) = refused(said, "+recipe=tiny", "steps=" + "9" * 3000)
+    assert "at most 1000000000000" in found
+
+
+@pytest.mark.parametrize("line", ["+recipe=langage precison=fp16", "foo", "+recipe=tiny scale=abc", "", "--help", "-h"])
+def test_an_answer_without_torch_in_under_a_second(tmp_path, line):
+    """The best of three, since other work may be going on; and torch is not even imported."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        python(tiny_package.__path__[0], "--modules", str(tmp_path / "modules"), *line.split())
+        times.append(time.perf_counter() - start)
+        if times[-1] < 1:
+            break
+    assert "torch" not in (tmp_path / "modules").read_text().split()
+    assert min(times) < 1.0
+
+
+def test_looking_at_the_configuration(said):
+    status, out, err = said("+recipe=tiny", "--cfg", "job", "precision=fp16")
+    assert status == 0 and err == "" and "compute: float16" in out and "hidden: 16" in out
+    assert said("--cfg", "job")[0] == 0
+    done = python(tiny_package.__path__[0], "+recipe=tiny", "--info", "defaults")  # sets Hydra's loggers for good
+    assert done.returncode == 0 and "recipe/tiny" in done.stdout and done.stderr == ""
+
+
+def test_training_and_coming_again(said, tmp_path):
+    arguments = ["train", "recipe=tiny", "out=run", "++steps=3", "+optimizer.nesterov=true", *QUIET]
+    status, out, err = said(*arguments)
+    assert (status, err) == (0, "") and out.startswith("finished: accuracy 0.")
+    assert said(*arguments) == (0, f"already finished, nothing to do: {tmp_path / 'run'}\n", "")
+    status, out, err = said(*arguments, "seed=1")
+    assert status == 1 and "another configuration (seed: 0 -> 1)" in err
+
+
+def test_the_recipe_of_the_paper_inherits(said):
+    status, out, _ = said("+recipe=tiny_paper", "--cfg", "job")
+    assert status == 0 and "hidden: 32" in out and "depth: 1" in out and "recipe: tiny_paper" in out
+
+
+def test_names_with_signs_of_their_own(said, tmp_path):
+    assert said("+recipe=tiny", "out='été, ou \"x\"'", "steps=1", *QUIET)[0] == 0
+    assert (tmp_path / 'été, ou "x"' / "summary.json").exists()
+
+
+def test_interpolations(said, tmp_path):
+    assert said("+recipe=tiny", "out='${recipe}_${seed}'", "steps=1", *QUIET)[0] == 0
+    assert said("+recipe=tiny", "out='${hydra:job.name}'", "steps=1", *QUIET)[0] == 0
+    assert len(list(tmp_path.glob("*/summary.json"))) == 2 and (tmp_path / "tiny_0").is_dir()
+
+
+@pytest.mark.parametrize("options", [[], ["hydra.job.chdir=true", "hydra.run.dir=elsewhere"]])
+def test_paths_are_relative_to_where_it_was_called(said, tmp_path, options):
+    (tmp_path / "data").mkdir()
+    arguments = ["+recipe=tiny", "out=here/run", "data_dir=data", "steps=1", *QUIET, *options]
+    assert said(*arguments)[0] == 0
+    config = files.read_yaml(tmp_path / "here" / "run" / "config.yaml")
+    assert config["data_dir"] == str(tmp_path / "data") and Path.cwd() == tmp_path
+
+
+def statuses(folder):
+    return {path.parent.name: json.loads(path.read_text())["status"] for path in folder.glob("*/summary.json")}
+
+
+def test_a_multirun_goes_on_after_failures(said, tmp_path):
+    status, out, err = said(
+        "-m", "+recipe=tiny", "steps=12", "task.crash_at=-1,1001", "seed=0,1", "task.bad=[],[-1]", "max_skips=3",
+        "data=numbers,nothing", *QUIET,
+    )  # fmt: skip
+    assert status == 1
+    found = statuses(tmp_path / "results" / "runs")
+    assert sorted(found.values()) == ["diverged"] * 4 + ["failed"] * 2 + ["finished"] * 2
+    summary = err[err.index("10 of the runs failed") :]
+    assert summary.count("data=nothing is unknown") == 8 and summary.count("told to crash") == 2
+    assert "task.crash_at=1001" in summary and "seed=1" in summary
+    assert out.count("diverged: ") == 4
+
+
+def test_a_multirun_leaks_nothing(said, tmp_path):
+    alone = {}
+    for precision in ("fp16", "fp32", "tf32"):
+        said("+recipe=tiny", f"precision={precision}", f"out=alone/{precision}", "task.dropout=0.2", *QUIET)
+        alone[precision] = weights(tmp_path / "alone" / precision)
+    before = (torch.backends.mkldnn.matmul.fp32_precision, torch.get_num_threads())
+    for name, order in (("a", "fp16,fp32,tf32"), ("b", "tf32,fp32,fp16")):
+        arguments = ["-m", "+recipe=tiny", f"precision={order}", "task.dropout=0.2", f"results={name}", "threads=1"]
+        assert said(*arguments, *QUIET)[0] == 0
+        for folder in (tmp_path / name).iterdir():
+            assert same_bits(weights(folder), alone[folder.name.split("-")[1]])
+    assert before == (torch.backends.mkldnn.matmul.fp32_precision, torch.get_num_threads())
+
+
+def test_sweeping_over_recipes(said, tmp_path):
+    assert said("-m", "+recipe=glob(*)", "seed=range(2)", "steps=1", *QUIET)[0] == 0
+    assert sorted({name.rsplit("-", 1)[0] for name in statuses(tmp_path / "results" / "runs")}) == [
+        f"{recipe}-fp32-scale_none-seed{seed}" for recipe in ("tiny", "tiny_paper") for seed in (0, 1)
+    ]
+
+
+def test_options_may_come_last(said):
+    assert said("+recipe=tiny", "-m", "steps=1", "seed=0,1", *QUIET)[0] == 0
+
+
+def test_a_file_in_place_of_the_results(said, tmp_path):
+    (tmp_path / "results").write_text("")
+    status, _, err = said("+recipe=tiny", "steps=1", *QUIET)
+    assert status == 1 and "cannot be used for this run (Not a directory); give another one: out=FOLDER" in err
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
+def test_corrupt_records(said, tmp_path, name):
+    said("+recipe=tiny", "steps=1", "out=run", *QUIET)
+    (tmp_path / "run" / name).write_text("{")
+    status, out, err = said("+recipe=tiny", "steps=1", "out=run", *QUIET)
+    assert status == 1 and out == "" and name in err and "cannot be read" in err and "Traceback" not in err
+
+
+def test_a_corrupt_log_is_cut_at_the_checkpoint(said, tmp_path):
+    arguments = ["+recipe=tiny", "steps=9", "checkpoint_every=4", "log_every=1", "task.crash_at=1001"]
+    arguments += ["out=run", *QUIET]
+    assert said(*arguments)[0] == 1
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole + "\x00garbage{")
+    assert said(*arguments)[0] == 1
+    assert metrics.read_text() == whole
+
+
+def test_warnings_are_errors_and_none_comes(tmp_path):
+    done = python("-W", "error", tiny_package.__path__[0], "+recipe=tiny", "precision=fp16", "out=run", "workers=2",
+                  "task.bad=[0]", "ema=0.9", "steps=6", "eval.every=2")  # fmt: skip
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert Record(tmp_path / "run").state() == "finished"
