@@ -43,12 +43,14 @@ def train(config: Config) -> dict[str, Any]:
             print(f"already {before['status']}, nothing to do: {record.folder}")
             return before
         record.forget_failure()
-        with hardware.tf32(config.numbers.compute == "tf32"), process.threads(config.threads):
-            try:
+        try:
+            numbers, device = config.numbers, hardware.resolve(config.device)
+            native_tf32 = numbers.compute == "tf32" and numbers.backend(device.type) == "native"
+            with hardware.tf32(native_tf32), process.threads(config.threads):
                 summary = Run(config, record).to_the_end()
-            except Exception as error:
-                _note_failure(record, config, error)
-                raise
+        except Exception as error:
+            _note_failure(record, config, error)
+            raise
     print(f"{summary['status']}: {outcome(summary)}  {record.folder}")
     return summary
 
