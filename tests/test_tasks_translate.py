@@ -78,15 +78,16 @@ def test_greedy_stops_at_the_end_symbol_and_at_the_limit():
         network.output.weight.zero_()
         network.output.bias.zero_()
         network.output.bias[7] = 1.0
-        words, places = greedy(network, batch["source"], batch["source_lengths"])
+        words, weights = greedy(network, batch["source"], batch["source_lengths"])
         assert (
             [len(row) for row in words]
             == length_limit(batch["source_lengths"]).tolist()
-            == [len(row) for row in places]
+            == [len(rows) for rows in weights]
         )
         assert {number for row in words for number in row} == {7}
         network.output.bias[END] = 2.0
-        assert greedy(network, batch["source"], batch["source_lengths"]) == ([[], []], [[], []])
+        words, weights = greedy(network, batch["source"], batch["source_lengths"])
+        assert words == [[], []] and [len(rows) for rows in weights] == [0, 0]
 
 
 def test_greedy_is_the_likeliest_continuation_and_independent_of_the_batch():
@@ -110,7 +111,7 @@ def test_bleu_is_that_of_detokenised_text(monkeypatch):
 
     def oracle(network, source, lengths):
         rows = [numbers[i] for i in next(order)]
-        return rows, [[0] * len(row) for row in rows]
+        return rows, [torch.zeros(len(row), source.shape[1]) for row in rows]
 
     monkeypatch.setattr("mptrain.tasks.translate.greedy", oracle)
     with torch.no_grad():
@@ -120,11 +121,18 @@ def test_bleu_is_that_of_detokenised_text(monkeypatch):
     assert score == sacrebleu.corpus_bleu(hypotheses, [references]).score < 100
 
 
-def test_unknown_words_are_copied_from_where_attention_looked():
-    task = small("homeassistant", source="en", target="de", copy_unknown=True, lower_source=True)
-    assert task._sentence("Pair ZHA now", [UNKNOWN, UNKNOWN], [1, 3]) == "ZHA"
+def test_unknown_words_are_copied_from_where_attention_looked(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.en").write_text("a a b b\n" if split == "train" else "Zig a Zag\na b\n\n")
+        (tmp_path / f"{split}.fr").write_text("x x y y\n" if split == "train" else "x\ny\n\n")
+    task = small("wmt", tmp_path, copy_unknown=True, lower_source=True)
+    known = task.test_set.target_vocabulary.numbers["x"]
+    weights = torch.tensor([[0.1, 0.7, 0.15, 0.05], [0.2, 0.1, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])
+    assert task._sentence(0, [UNKNOWN, UNKNOWN, known], weights) == "Zag Zag x"  # unknown source words come first
+    assert task._sentence(1, [UNKNOWN], torch.tensor([[0.3, 0.6, 0.1]])) == "b"  # the end of the sentence is no word
+    assert task._sentence(2, [UNKNOWN], torch.tensor([[1.0]])) == "<unk>"
     task.copy_unknown = False
-    assert task._sentence("Pair ZHA now", [UNKNOWN], [1]) == "<unk>"
+    assert task._sentence(0, [UNKNOWN], weights[:1]) == "<unk>"
 
 
 def test_an_empty_source_is_translated_and_counts(tmp_path):

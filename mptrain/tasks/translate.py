@@ -46,8 +46,8 @@ def build(
 ) -> "TranslateTask":
     """Languages, vocabulary sizes, the longest training sentence in tokens, then what Seq2Seq takes.
 
-    `copy_unknown` writes the source word with the most attention where the network says "unknown". Raises UserError for
-    values that cannot be.
+    `copy_unknown` replaces "unknown" by the source word with the most attention among those that are unknown themselves
+    (among all, if none is). Raises UserError for values that cannot be.
     """
     if min(source_words, target_words) < 4 or min(longest, layers, width) < 1:
         raise UserError(
@@ -104,9 +104,9 @@ class TranslateTask(Task):
         for batch in batches:
             loss += token_losses(self._logits(batch), batch).double().item()
             tokens += self.size(batch)
-            found, looked_at = greedy(self.network, batch["source"], batch["source_lengths"])
-            for row, index in enumerate(batch["index"].tolist()):
-                translations[index] = self._sentence(self.test_set.sources[index], found[row], looked_at[row])
+            words, weights = greedy(self.network, batch["source"], batch["source_lengths"])
+            for index, found, looked_at in zip(batch["index"].tolist(), words, weights, strict=True):
+                translations[index] = self._sentence(index, found, looked_at)
         order = sorted(translations)
         references = [self.test_set.references[index] for index in order]
         score = sacrebleu.corpus_bleu([translations[index] for index in order], [references])
@@ -125,14 +125,21 @@ class TranslateTask(Task):
     def _logits(self, batch: Batch) -> Tensor:
         return self.network(batch["source"], batch["source_lengths"], batch["target_in"])
 
-    def _sentence(self, source: str, found: list[int], looked_at: list[int]) -> str:
-        originals = [*tokenise(source), ""]
-        words = self.test_set.target_vocabulary.words
-        tokens = (
-            originals[place] if self.copy_unknown and number == UNKNOWN else words[number]
-            for number, place in zip(found, looked_at, strict=True)
-        )
-        return detokenise(token for token in tokens if token)
+    def _sentence(self, index: int, found: list[int], weights: Tensor) -> str:
+        """Word numbers and their attention weights (words, source) -> plain text."""
+        originals = tokenise(self.test_set.sources[index])
+        strange = torch.tensor([number == UNKNOWN for number in self.test_set.source[index]], dtype=torch.bool)
+        words = [self.test_set.target_vocabulary.words[number] for number in found]
+        if self.copy_unknown and originals:
+            candidates = weights[:, : len(originals)].cpu()
+            if strange.any():
+                candidates = candidates.masked_fill(~strange, -1.0)
+            best = candidates.argmax(-1).tolist()
+            words = [
+                originals[place] if number == UNKNOWN else word
+                for number, word, place in zip(found, words, best, strict=True)
+            ]
+        return detokenise(words)
 
 
 def safe_exp(x: float) -> float:
@@ -158,31 +165,26 @@ def length_limit(source_lengths: Tensor) -> Tensor:
     return 2 * source_lengths + 10
 
 
-def greedy(network: Seq2Seq, source: Tensor, source_lengths: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-    """The likeliest word at every step up to the end symbol or `length_limit` -> words, and where attention was
-    highest.
+def greedy(network: Seq2Seq, source: Tensor, source_lengths: Tensor) -> tuple[list[list[int]], list[Tensor]]:
+    """The likeliest word at every step, up to the end symbol or `length_limit`.
 
-    A sentence's translation does not depend on what else is in the batch.
+    Gives for every sentence its word numbers and the attention weights (words, S) they were written with. A sentence's
+    translation does not depend on what else is in the batch.
     """
     memory, mask = network.encode(source, source_lengths)
     state = network.first_state(memory, mask)
     limits = length_limit(source_lengths)
     word = torch.full_like(source[:, :1], START)
     going = torch.ones_like(limits, dtype=torch.bool)
-    words, places = [], []
+    words, attention = [], []
     for step in range(1, int(limits.max()) + 1):
         logits, weights, state = network.decode(word, memory, mask, state)
         word = logits.float().argmax(-1)
         words.append(word)
-        places.append(weights.argmax(-1))
+        attention.append(weights)
         going &= (word[:, 0] != END) & (step < limits)
         if not going.any():
             break
-    found, looked_at = [], []
-    rows = zip(torch.cat(words, 1).tolist(), torch.cat(places, 1).tolist(), limits.tolist(), strict=True)
-    for row, place, limit in rows:
-        row = row[:limit]
-        end = row.index(END) if END in row else len(row)
-        found.append(row[:end])
-        looked_at.append(place[:end])
-    return found, looked_at
+    found = [row[:limit] for row, limit in zip(torch.cat(words, 1).tolist(), limits.tolist(), strict=True)]
+    found = [row[: row.index(END)] if END in row else row for row in found]
+    return found, [weights[: len(row)] for row, weights in zip(found, torch.cat(attention, 1), strict=True)]
