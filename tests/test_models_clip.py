@@ -32,8 +32,19 @@ def test_stem_of_small_convolutions_sees_the_same_patches():
     torch.manual_seed(0)
     tower = VisionTransformer(size=32, patch=8, width=16, layers=1, heads=2, dimension=8, stem="convolutions")
     maps = [layer.out_channels for layer in tower.patches if isinstance(layer, nn.Conv2d)]
-    assert maps == [4, 8, 16, 16] and tower.patches(torch.randn(2, 3, 32, 32)).shape == (2, 16, 4, 4)
+    assert maps == [4, 4, 8, 8, 16, 16, 16] and tower.patches(torch.randn(2, 3, 32, 32)).shape == (2, 16, 4, 4)
     assert tower(torch.randn(2, 3, 32, 32)).shape == (2, 8)
+
+
+def test_pooling_the_patches_leaves_the_class_token_out():
+    """Without blocks the mean does not depend on the class token at all."""
+    torch.manual_seed(0)
+    tower = VisionTransformer(size=32, patch=8, width=16, layers=0, heads=2, dimension=8, pool="mean")
+    pictures = torch.randn(2, 3, 32, 32)
+    before = tower(pictures)
+    tower.class_token.data.fill_(7.0)
+    torch.testing.assert_close(tower(pictures), before)
+    assert not torch.allclose(before[0], before[1])
 
 
 def test_features_are_unit_vectors_in_fp32_and_the_scale_starts_at_its_published_value():

@@ -101,6 +101,7 @@ def test_spoilt_running_statistics_show_as_no_recall_at_all():
     [
         ({"tower": "resnet"}, "task.tower=resnet is unknown; type task.tower=vit or task.tower=convnet"),
         ({"stem": "resnet"}, "task.stem=resnet is unknown; type task.stem=patch or task.stem=convolutions"),
+        ({"pool": "max"}, "task.pool=max is unknown; type task.pool=token or task.pool=mean"),
         ({"stem": "convolutions", "image_width": 20}, "task.patch=8 must be 2, 4, 8 or 16"),
         ({"norm": "batch"}, "task.norm=batch does not go with task.tower=vit"),
         ({"tower": "convnet", "norm": "none"}, "task.norm=none is unknown; type task.norm=batch"),

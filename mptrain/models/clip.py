@@ -33,14 +33,24 @@ class CLIP(nn.Module):
 class VisionTransformer(nn.Module):
     """Dosovitskiy et al. 2021: patches and a class token through a transformer; returns (batch, dimension).
 
-    `stem` "patch" sees each patch through one large convolution, "convolutions" through several small ones (Xiao et al.
-    2021, "Early Convolutions Help Transformers See Better"), with which a small one learns much sooner.
+    `stem` "patch" sees each patch through one large convolution, "convolutions" through many small ones (Xiao et al.
+    2021, "Early Convolutions Help Transformers See Better"), with which a small one learns much sooner. `pool` says
+    what stands for the picture in the end: the class "token", or the "mean" of the patches.
     """
 
     def __init__(
-        self, size: int, patch: int, width: int, layers: int, heads: int, dimension: int, stem: str = "patch"
+        self,
+        size: int,
+        patch: int,
+        width: int,
+        layers: int,
+        heads: int,
+        dimension: int,
+        stem: str = "patch",
+        pool: str = "token",
     ) -> None:
         super().__init__()
+        self.pool = pool
         plain = nn.Conv2d(3, width, patch, stride=patch, bias=False)
         self.patches = plain if stem == "patch" else small_convolutions(patch, width)
         self.class_token = nn.Parameter(torch.randn(width) * width**-0.5)
@@ -57,15 +67,19 @@ class VisionTransformer(nn.Module):
         x = self.norm_before(torch.cat([token, x], dim=1) + self.positions)
         for block in self.blocks:
             x = block(x)
-        return self.projection(self.norm_after(x[:, 0]))
+        x = x[:, 0] if self.pool == "token" else x[:, 1:].mean(1)
+        return self.projection(self.norm_after(x))
 
 
 def small_convolutions(patch: int, width: int) -> nn.Sequential:
-    """3x3 convolutions that each halve the picture and double the maps, until a patch is one position, `width` deep."""
+    """Pairs of 3x3 convolutions that halve the picture and double the maps, until a patch is one position."""
     layers: list[nn.Module] = []
     halvings, before = int(math.log2(patch)), 3
     for maps in (width // 2**i for i in reversed(range(halvings))):
-        layers += [nn.Conv2d(before, maps, 3, stride=2, padding=1), nn.ReLU()]
+        for inputs, stride in ((before, 2), (maps, 1)):
+            convolution = nn.Conv2d(inputs, maps, 3, stride, padding=1)
+            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+            layers += [convolution, nn.ReLU()]
         before = maps
     return nn.Sequential(*layers, nn.Conv2d(width, width, 1))
 

@@ -17,6 +17,7 @@ from mptrain.models.clip import CLIP, ConvolutionalTower, TextTransformer, Visio
 from mptrain.tasks.task import Task
 
 STEMS = ("patch", "convolutions")
+POOLS = ("token", "mean")
 NORMS = ("batch", "group", "layer")
 
 
@@ -70,6 +71,7 @@ def build(
     data: DataSpec,
     tower: str = "vit",
     stem: str = "patch",
+    pool: str = "token",
     norm: str = "layer",
     size: int = 32,
     patch: int = 8,
@@ -83,13 +85,17 @@ def build(
     text_heads: int = 4,
     dimension: int = 128,
 ) -> ContrastiveTask:
-    """`tower` vit is a vision transformer (layer norm; `stem` patch or convolutions), convnet a convolutional one of
+    """`tower` vit is a vision transformer (layer norm; `stem` and `pool` as there), convnet a convolutional one of
     `image_layers` stages, `image_width` maps in the first (batch, group or layer norm). A caption has at most `length`
     words, START and END included; `words` is the size of the vocabulary. Raises UserError if options do not fit."""
     if tower == "vit":
-        image: torch.nn.Module = vit(norm, stem, size, patch, image_width, image_layers, image_heads, dimension)
+        check_vit(norm, stem, pool, size, patch, image_width, image_heads)
+        image: torch.nn.Module = VisionTransformer(
+            size, patch, image_width, image_layers, image_heads, dimension, stem, pool
+        )
     elif tower == "convnet":
-        image = convnet(norm, size, image_width, image_layers, dimension)
+        check_convnet(norm, size, image_width, image_layers)
+        image = ConvolutionalTower(image_width, image_layers, dimension, norm)
     else:
         raise UserError(f"task.tower={tower} is unknown; type task.tower=vit or task.tower=convnet")
     divides("text_width", text_width, "text_heads", text_heads)
@@ -100,13 +106,13 @@ def build(
     return ContrastiveTask(CLIP(image, text), train_set, test_set)
 
 
-def vit(
-    norm: str, stem: str, size: int, patch: int, width: int, layers: int, heads: int, dimension: int
-) -> VisionTransformer:
+def check_vit(norm: str, stem: str, pool: str, size: int, patch: int, width: int, heads: int) -> None:
     if norm != "layer":
         raise UserError(f"task.norm={norm} does not go with task.tower=vit; type task.norm=layer or task.tower=convnet")
     if stem not in STEMS:
         raise UserError(f"task.stem={stem} is unknown; type task.stem={' or task.stem='.join(STEMS)}")
+    if pool not in POOLS:
+        raise UserError(f"task.pool={pool} is unknown; type task.pool={' or task.pool='.join(POOLS)}")
     if stem == "convolutions" and (patch < 2 or patch & (patch - 1) or width % patch):
         raise UserError(
             f"task.stem=convolutions halves the picture: task.patch={patch} must be 2, 4, 8 or 16 and divide "
@@ -114,17 +120,15 @@ def vit(
         )
     divides("size", size, "patch", patch)
     divides("image_width", width, "image_heads", heads)
-    return VisionTransformer(size, patch, width, layers, heads, dimension, stem)
 
 
-def convnet(norm: str, size: int, width: int, stages: int, dimension: int) -> ConvolutionalTower:
+def check_convnet(norm: str, size: int, width: int, stages: int) -> None:
     if norm not in NORMS:
         raise UserError(f"task.norm={norm} is unknown; type task.norm={', task.norm='.join(NORMS)}")
     if width % 8:
         raise UserError(f"task.image_width={width} must be a multiple of 8, the maps of a group")
     if size < 2**stages:
         raise UserError(f"task.image_layers={stages} halves {size} pixels to nothing; type fewer")
-    return ConvolutionalTower(width, stages, dimension, norm)
 
 
 def divides(whole: str, amount: int, part: str, count: int) -> None:
