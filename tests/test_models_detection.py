@@ -55,7 +55,7 @@ def test_ssd300_has_8732_default_boxes_in_the_order_of_the_outputs():
 
 
 def test_small_ssd_has_dense_boxes_centred_on_its_cells():
-    model = ssd.ssd_small(10, 96, background=False)
+    model = ssd.ssd_dense(10, 96, background=False)
     boxes = model.default_boxes()
     assert len(boxes) == (24 * 24 + 12 * 12) * 9 == 6480
     centres = (boxes[:, :2] + boxes[:, 2:]) / 2
@@ -66,7 +66,7 @@ def test_small_ssd_has_dense_boxes_centred_on_its_cells():
 
 
 def test_an_output_belongs_to_the_default_box_of_its_place():
-    model = ssd.ssd_small(3, 32, background=True)
+    model = ssd.ssd_dense(3, 32, background=True)
     torch.manual_seed(0)
     picture = torch.zeros(1, 3, 32, 32)
     before = model(picture)[0]
@@ -79,12 +79,12 @@ def test_an_output_belongs_to_the_default_box_of_its_place():
 
 def test_sigmoid_heads_start_sure_of_nothing():
     torch.manual_seed(0)
-    logits, _ = ssd.ssd_small(10, 96, background=False)(torch.randn(2, 3, 96, 96))
+    logits, _ = ssd.ssd_dense(10, 96, background=False)(torch.randn(2, 3, 96, 96))
     assert float(logits.detach().sigmoid().mean()) == pytest.approx(0.01, rel=0.5)
 
 
 def test_small_ssd_stays_in_float32_where_it_must_when_halved():
-    model = ssd.ssd_small(2, 64, background=True)
+    model = ssd.ssd_dense(2, 64, background=True)
     boxes = model.default_boxes()
     assert torch.equal(model.half().default_boxes(), boxes)
 
@@ -128,11 +128,11 @@ def test_aligned_regions_interpolate_and_rounded_ones_take_the_maximum():
 
 def test_small_networks_refuse_what_they_cannot_take(tmp_path):
     with pytest.raises(UserError, match="task.backbone=null"):
-        ssd.ssd_small(10, 96, True, tmp_path)
+        ssd.ssd_dense(10, 96, True, tmp_path)
     with pytest.raises(UserError, match="task.backbone=null"):
         faster_rcnn.faster_rcnn_small(10, 96, tmp_path)
     with pytest.raises(UserError, match="task.size=100 is not a multiple of 8"):
-        ssd.ssd_small(10, 100, True)
+        ssd.ssd_dense(10, 100, True)
     with pytest.raises(UserError, match="task.size=300"):
         ssd.ssd300_vgg16(20, 512, True)
 

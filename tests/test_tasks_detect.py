@@ -18,7 +18,7 @@ from mptrain.tasks.detect.losses import mean_loss, positives_loss
 from mptrain.tasks.detect.matching import BACKGROUND, coder, match
 from mptrain.tasks.detect.single_shot import SingleShot
 
-SSD = "mptrain.models.ssd:ssd_small"
+SSD = "mptrain.models.ssd:ssd_dense"
 RCNN = "mptrain.models.faster_rcnn:faster_rcnn_small"
 
 

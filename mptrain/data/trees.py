@@ -22,28 +22,37 @@ VISIBLE = 0.5
 
 
 class RandomTiles(DetectionSet):
-    """Tiles cut at random from the photographs; in training mirrored and turned too, since from above no side is up."""
+    """Tiles cut at random around random crowns, some of them just outside; one epoch has TRAIN_TILES of them.
+
+    In training they are mirrored and turned too, since from above no side is up.
+    """
 
     name, kind, classes = "trees", "real", ("tree",)
 
     def __init__(self, photographs: Sequence[Sample], size: int) -> None:
-        self.photographs, self.size = photographs, size
-        areas = np.array([photograph.picture[..., 0].size for photograph in photographs], float)
-        self.shares = areas / areas.sum()
+        self.size = size
+        self.crowns = [(sample, box) for sample in photographs for box in sample.boxes]
 
     def __len__(self) -> int:
         return TRAIN_TILES
 
     def sample(self, index: int, rng: np.random.Generator | None) -> Sample:
         chance = np.random.default_rng(index) if rng is None else rng
-        photograph = self.photographs[chance.choice(len(self.photographs), p=self.shares)]
-        y, x = (int(chance.integers(0, side - self.size, endpoint=True)) for side in photograph.picture.shape[:2])
+        photograph, (x1, y1, x2, y2) = self.crowns[chance.integers(len(self.crowns))]
+        height, width = photograph.picture.shape[:2]
+        x = self.start((x1 + x2) / 2, width, chance)
+        y = self.start((y1 + y2) / 2, height, chance)
         sample = without_difficult(cut_tile(photograph, y, x, self.size))
         if rng is None:
             return sample
         for _ in range(rng.integers(4)):
             sample = turned(flipped(sample))
         return flipped(sample) if rng.random() < 0.5 else sample
+
+    def start(self, centre: float, side: int, rng: np.random.Generator) -> int:
+        """First row or column of a tile: up to half a tile past the middle of the crown, within the photograph."""
+        middle = centre + rng.uniform(-self.size, self.size)
+        return int(np.clip(middle - self.size / 2, 0, side - self.size))
 
 
 class TilesSideBySide(DetectionSet):

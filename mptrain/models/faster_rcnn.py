@@ -15,11 +15,9 @@ from torchvision.models.detection.rpn import RPNHead
 from torchvision.ops import MultiScaleRoIAlign, roi_align, roi_pool
 
 from mptrain.errors import UserError
-from mptrain.models.ssd import start
+from mptrain.models.ssd import convolutions
 from mptrain.models.vgg16_weights import fill, fill_features, read_vgg16
 
-WIDTH = 32
-"""channels of the small network's first convolution; the last have four times as many"""
 FROZEN = 10
 """layers of VGG-16 before conv3_1"""
 
@@ -64,25 +62,12 @@ class RegionPool(MultiScaleRoIAlign):
         return roi_pool(features.float(), boxes, self.output_size, 1 / self.stride)
 
 
-class SmallFeatures(nn.Sequential):
-    """3x3 convolutions and ReLU, no normalisation, to an eighth of the picture's side."""
-
-    def __init__(self, width: int) -> None:
-        layers: list[nn.Module] = []
-        shapes = [(3, width, 2), (width, 2 * width, 2), (2 * width, 4 * width, 1), (4 * width, 4 * width, 2)]
-        for inputs, outputs, stride in [*shapes, (4 * width, 4 * width, 1)]:
-            convolution = nn.Conv2d(inputs, outputs, 3, stride, padding=1)
-            start(convolution)
-            layers += [convolution, nn.ReLU(inplace=True)]
-        super().__init__(*layers)
-        self.out_channels = 4 * width
-
-
 def faster_rcnn_small(classes: int, size: int, backbone: Path | None = None) -> FasterRCNN:
-    """Five convolutions, regions of 5x5 cells, two layers of 256: for pictures of about 96 pixels."""
+    """Five convolutions to an eighth of the side, regions of 5x5 cells, two layers of 256, for 96-pixel pictures."""
     if backbone is not None:
         raise UserError("the small network has no pretrained weights; type task.backbone=null")
-    features = SmallFeatures(WIDTH)
+    features = nn.Sequential(*convolutions(3, ((32, 2), (64, 2), (128, 1), (128, 2), (128, 1)), norm=False))
+    features.out_channels = 128  # type: ignore[assignment]
     anchors = Float32Anchors(((16, 24, 36, 54),), ((0.5, 1.0, 2.0),))
     return FasterRCNN(
         features,
@@ -91,14 +76,14 @@ def faster_rcnn_small(classes: int, size: int, backbone: Path | None = None) -> 
         image_mean=[0.0] * 3,
         image_std=[1.0] * 3,
         rpn_anchor_generator=anchors,
-        rpn_head=Float32Proposals(features.out_channels, anchors.num_anchors_per_location()[0]),
+        rpn_head=Float32Proposals(128, anchors.num_anchors_per_location()[0]),
         rpn_pre_nms_top_n_train=300,
         rpn_pre_nms_top_n_test=300,
         rpn_post_nms_top_n_train=100,
         rpn_post_nms_top_n_test=50,
         rpn_batch_size_per_image=64,
         box_roi_pool=RegionPool(5, 8, align=True),
-        box_head=TwoMLPHead(features.out_channels * 25, 256),
+        box_head=TwoMLPHead(128 * 25, 256),
         box_predictor=Float32Predictor(256, classes + 1),
         box_batch_size_per_image=32,
         box_score_thresh=0.01,

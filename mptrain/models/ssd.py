@@ -7,7 +7,7 @@ gives one logit a class for independent sigmoids, which start out sure of nothin
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,10 +22,10 @@ from mptrain.models.vgg16_weights import fill, fill_features, read_vgg16
 
 PRIOR = 0.01
 """probability of a class at the first step, where there is no background class"""
-FINE, COARSE = 64, 128
-"""channels of the small network's two maps"""
 SMALLEST_BOX = 18.0
-"""pixels; the largest of the six sizes is 2^(5/3) times as large"""
+"""pixels, of the small networks; their largest size is about three times as large"""
+
+Layers = Sequence[tuple[int, int]]
 
 
 class SSD(nn.Module):
@@ -66,50 +66,71 @@ class SSD(nn.Module):
         return boxes
 
 
-class SmallFeatures(nn.Module):
-    """VGG in little: 3x3 convolutions and ReLU, no normalisation; maps of a quarter and an eighth of the side."""
+class Features(nn.Module):
+    """Two feature maps: 3x3 convolutions, given as (channels, stride), to the fine map and from there to the coarse."""
 
-    def __init__(self, fine: int, coarse: int) -> None:
+    def __init__(self, fine: Layers, coarse: Layers, norm: bool) -> None:
         super().__init__()
-        self.fine = nn.Sequential(
-            *conv(3, fine // 4, 2), *conv(fine // 4, fine // 2, 2), *conv(fine // 2, fine), *conv(fine, fine)
-        )
-        self.coarse = nn.Sequential(*conv(fine, coarse, 2), *conv(coarse, coarse))
-        for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):
-                start(layer)
+        self.fine = nn.Sequential(*convolutions(3, fine, norm))
+        self.coarse = nn.Sequential(*convolutions(fine[-1][0], coarse, norm))
 
     def forward(self, pictures: Tensor) -> dict[str, Tensor]:
         fine = self.fine(pictures)
         return OrderedDict(fine=fine, coarse=self.coarse(fine))
 
 
-def start(layer: nn.Conv2d) -> None:
-    """He initialisation, which keeps the spread of activations through layers with ReLU."""
-    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
-    assert layer.bias is not None
-    nn.init.zeros_(layer.bias)
+def convolutions(inputs: int, layers: Layers, norm: bool) -> Iterator[nn.Module]:
+    """Each layer followed by batch norm, if asked for, and ReLU."""
+    for outputs, stride in layers:
+        layer = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=not norm)
+        # He's initialisation keeps the spread of activations through layers with ReLU.
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+        yield layer
+        if norm:
+            yield nn.BatchNorm2d(outputs)
+        yield nn.ReLU(inplace=True)
+        inputs = outputs
 
 
-def conv(inputs: int, outputs: int, stride: int = 1) -> tuple[nn.Module, ...]:
-    return nn.Conv2d(inputs, outputs, 3, stride, padding=1), nn.ReLU(inplace=True)
+def ssd_dense(classes: int, size: int, background: bool, backbone: Path | None = None) -> SSD:
+    """Maps of a quarter and an eighth of the side, nine boxes around each cell as RetinaNet has: 6,480 at 96 pixels.
 
-
-def ssd_small(classes: int, size: int, background: bool, backbone: Path | None = None) -> SSD:
-    """Six convolutions and dense default boxes, 9 around each cell as RetinaNet has them: 6,480 for 96 pixels."""
-    if backbone is not None:
-        raise UserError("the small network has no pretrained weights; type task.backbone=null")
-    if size % 8:
-        raise UserError(f"task.size={size} is not a multiple of 8, the step of the small network's coarse map")
-    octave = [SMALLEST_BOX * 2 ** (third / 3) for third in range(6)]
+    Six convolutions like VGG's, without normalisation.
+    """
+    refuse(size, 8, backbone)
+    features = Features(((16, 2), (32, 2), (64, 1), (64, 1)), ((128, 2), (128, 1)), norm=False)
+    sizes = [SMALLEST_BOX * 2 ** (third / 3) for third in range(6)]
     ratios = (0.5, 1.0, 2.0)
-    generator = AnchorGenerator((tuple(octave[:3]), tuple(octave[3:])), (ratios, ratios))
+    generator = AnchorGenerator((tuple(sizes[:3]), tuple(sizes[3:])), (ratios, ratios))
     outputs = classes + 1 if background else classes
-    head = SSDHead([FINE, COARSE], generator.num_anchors_per_location(), outputs)
+    head = SSDHead([64, 128], generator.num_anchors_per_location(), outputs)
     for part, columns in ((head.classification_head, outputs), (head.regression_head, 4)):
-        # The dense boxes make the heads' 3x3 convolutions more than half of the work; a pixel of the map is enough.
-        part.module_list = nn.ModuleList(nn.Conv2d(width, 9 * columns, 1) for width in (FINE, COARSE))
-    return SSD(SmallFeatures(FINE, COARSE), head, generator, (size // 4, size // 8), size, background)
+        # So many boxes would make the heads' 3x3 convolutions more than half of the work; 1x1 do.
+        part.module_list = nn.ModuleList(nn.Conv2d(width, 9 * columns, 1) for width in (64, 128))
+    return SSD(features, head, generator, (size // 4, size // 8), size, background)
+
+
+def ssd_sparse(classes: int, size: int, background: bool, backbone: Path | None = None) -> SSD:
+    """Maps of an eighth and a sixteenth of the side, four boxes around each cell as SSD has them: 1,280 at 128 pixels.
+
+    Six convolutions with batch norm.
+    """
+    refuse(size, 16, backbone)
+    features = Features(((16, 2), (32, 2), (64, 2), (64, 1)), ((128, 2), (128, 1)), norm=True)
+    scales = [SMALLEST_BOX * factor / size for factor in (1, 2, 4)]
+    generator = DefaultBoxGenerator([[2], [2]], scales=scales, steps=[8, 16])
+    outputs = classes + 1 if background else classes
+    head = SSDHead([64, 128], generator.num_anchors_per_location(), outputs)
+    return SSD(features, head, generator, (size // 8, size // 16), size, background)
+
+
+def refuse(size: int, step: int, backbone: Path | None) -> None:
+    if backbone is not None:
+        raise UserError("the small networks have no pretrained weights; type task.backbone=null")
+    if size % step:
+        raise UserError(f"task.size={size} is not a multiple of {step}, the step of the network's coarse map")
 
 
 def ssd300_vgg16(classes: int, size: int, background: bool, backbone: Path | None = None) -> SSD:
