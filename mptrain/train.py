@@ -80,6 +80,7 @@ class Run:
         self.arithmetic = self.precision.arithmetic(self.device.type, self.counter)
         self.weights = self.precision.prepare(self.models)
         self.buffers = MovingBuffers(self.models.values())
+        self.has_buffers = any(True for model in self.models.values() for _ in model.buffers())
         settings = {k: v for k, v in config.scaling.model_dump().items() if v is not None}
         self.scaler = scaling.loss_scaler(config.scale_name, scaling.DynamicSettings(**settings))
 
@@ -155,14 +156,16 @@ class Run:
         self.units = sum(sizes)
         before = self.task.state_dict()
         self.weights.zero_grad()
-        self.buffers.keep()
+        if self.has_buffers:
+            self.buffers.keep()
         for number, (batch, size) in enumerate(zip(window, sizes, strict=True), start=1):
             phases = self.task.losses(self.to_device(batch))
             while (phase := self.forward(phases)) is not None:
                 name, loss = phase
                 self.recent[name].append(loss.detach())
                 self.loss_dtype = loss.dtype
-                self.scaler.scale(loss if len(window) == 1 else loss * (size / self.units)).backward()
+                share = loss if len(window) == 1 else loss * (size / self.units)
+                (share if self.scaler.value == 1 else self.scaler.scale(share)).backward()
                 if number == len(window):
                     self.apply(name)
         if skipped := self.scaler.update():
