@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -255,3 +256,30 @@ def test_warnings_are_errors_and_none_comes(tmp_path):
                   "task.bad=[0]", "ema=0.9", "steps=6", "eval.every=2")  # fmt: skip
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert Record(tmp_path / "run").state() == "finished"
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_from_anywhere(tmp_path):
+    """Built and unpacked into an environment of its own, which borrows the dependencies of this one."""
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path / "wheel"), "."]
+    subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    borrowed = [p for p in sys.path if p.endswith("site-packages")]
+    (site / "borrowed.pth").write_text("\n".join(borrowed))
+    (wheel,) = (tmp_path / "wheel").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    call = [str(tmp_path / "venv" / "bin" / "python"), "-m", "mptrain"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+
+    def run(*arguments):
+        where = {"cwd": tmp_path / "elsewhere", "env": environment, "capture_output": True, "text": True}
+        return subprocess.run([*call, *arguments], **where)
+
+    (tmp_path / "elsewhere").mkdir()
+    listed = run().stdout
+    assert all(f"  {path.stem} " in listed for path in REPOSITORY.glob("recipes/*.yaml"))
+    done = run("+recipe=resnet", "data=synthetic", "steps=2", "batch_size=8", "precision=fp16", "out=run")
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert (tmp_path / "elsewhere" / "run" / "summary.json").exists()
