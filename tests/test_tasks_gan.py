@@ -15,7 +15,10 @@ from mptrain.tasks.gan.frechet import Moments, frechet_distance
 
 def build(**options):
     torch.manual_seed(0)
-    return gan.build(DataSpec("synthetic", None, 0), **{"size": 16, "width": 4, "features": 8, "noise": 6, **options})
+    return gan.build(
+        DataSpec("synthetic", None, 0),
+        **{"size": 16, "generator_width": 4, "discriminator_width": 4, "features": 8, "noise": 6, **options},
+    )
 
 
 def train_batch(task, count=8, seed=0):

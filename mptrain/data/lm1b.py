@@ -125,4 +125,4 @@ def write(path: Path, vocabulary: Vocabulary, sentences: Iterable[str]) -> None:
     with path.open("wb") as file:
         for sentence in sentences:
             if words := sentence.split():
-                vocabulary.encode([*words, "</s>"]).tofile(file)
+                np.array(vocabulary.encode([*words, "</s>"]), np.int32).tofile(file)

@@ -120,7 +120,7 @@ def austen(spec: DataSpec, vocabulary: int) -> tuple[str, np.ndarray, np.ndarray
     train, test = (list(novel_words(split)) for split in ("train", "test"))
     known = Vocabulary(Counter(train), vocabulary)
     known.numbers["</s>"] = END
-    return "real", known.encode(train), known.encode(test)
+    return "real", np.array(known.encode(train), np.int32), np.array(known.encode(test), np.int32)
 
 
 def novel_words(split: str) -> Iterator[str]:

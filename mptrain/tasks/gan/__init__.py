@@ -133,7 +133,8 @@ def build(
     generator: str = "mptrain.models.dcgan:Generator",
     discriminator: str = "mptrain.models.dcgan:Discriminator",
     size: int = 32,
-    width: int = 32,
+    generator_width: int = 24,
+    discriminator_width: int = 16,
     features: int = 256,
     norm: str = "inner",
     noise: int = 100,
@@ -141,12 +142,20 @@ def build(
     g_every: int = 1,
     real_label: float = 1.0,
 ) -> GAN:
-    """Pictures of `size` pixels; `width` maps next to the picture in both networks, `features` units and batch norm at
-    `norm` of the layers in the discriminator. It learns from every `d_every`-th batch, the generator from
-    every `g_every`-th. Raises UserError if an option does not fit."""
+    """Pictures of `size` pixels, noise of `noise` numbers, widths as in `mptrain.models.dcgan`; in the discriminator
+    `features` units, and batch norm at `norm` of its layers. It learns from every `d_every`-th batch, the generator
+    from every `g_every`-th. Raises UserError if an option does not fit."""
     if size < 8 or size & (size - 1):
         raise UserError(f"task.size={size} must be a power of two and at least 8; type task.size=32, 64 or 128")
-    for name, value in {"width": width, "noise": noise, "d_every": d_every, "g_every": g_every}.items():
+    at_least_one = {
+        "generator_width": generator_width,
+        "discriminator_width": discriminator_width,
+        "features": features,
+        "noise": noise,
+        "d_every": d_every,
+        "g_every": g_every,
+    }
+    for name, value in at_least_one.items():
         if value < 1:
             raise UserError(f"task.{name}={value} must be at least 1; type task.{name}=1 or more")
     if norm not in NORMS:
@@ -160,7 +169,7 @@ def build(
         raise UserError(f"task.real_label={real_label} must be above 0.5 and at most 1; type task.real_label=1.0")
     train_set, test_set = faces.load(data, size, noise)
     networks = (
-        models.load(discriminator)(size, train_set.channels, width, features, norm),
-        models.load(generator)(size, train_set.channels, width, noise),
+        models.load(discriminator)(size, train_set.channels, discriminator_width, features, norm),
+        models.load(generator)(size, train_set.channels, generator_width, noise),
     )
     return GAN(*networks, train_set, test_set, noise, d_every, g_every, real_label)
