@@ -132,19 +132,20 @@ def test_cer_is_all_edits_over_all_characters(monkeypatch):
     assert cer == pytest.approx((len(texts[0]) + 3) / (len(texts[0]) + len(texts[1])))
 
 
-def test_loss_of_a_batch_is_the_mean_of_its_clips_alone_and_a_batch_of_one_trains():
+def test_loss_of_a_batch_is_that_of_its_clips_alone_weighted_by_characters():
     task = small()
     task.models["model"].eval()
     pair = task.train_set.__getitems__(BatchKey(np.array([4, 9]), (0,), True, False))
     alone = [task.train_set.__getitems__(BatchKey(np.array([i]), (0,), True, False)) for i in (4, 9)]
-    losses = [next(task.losses(batch))[1] for batch in (pair, *alone)]
-    assert (
-        losses[0].item() == pytest.approx((losses[1] + losses[2]).item() / 2, rel=1e-5)
-        and losses[0].dtype == torch.float32
-    )
-    assert task.size(pair) == 2 and task.size(alone[0]) == 1
-    task.models["model"].train()
-    next(task.losses(alone[0]))[1].backward()
+    sizes = [len(task.train_set.clips[i].text) for i in (4, 9)]
+    assert [task.size(batch) for batch in (pair, *alone)] == [sum(sizes), *sizes]
+    both, *single = (next(task.losses(batch))[1].item() for batch in (pair, *alone))
+    assert both * sum(sizes) == pytest.approx(single[0] * sizes[0] + single[1] * sizes[1], rel=1e-5)
+
+
+def test_a_batch_of_one_trains():
+    task = small()
+    next(task.losses(task.train_set.__getitems__(BatchKey(np.array([4]), (0,), True, True))))[1].backward()
     assert all(p.grad.isfinite().all() for p in task.models["model"].parameters())
 
 

@@ -1,7 +1,7 @@
 """Speech recognition with DeepSpeech 2 and CTC (paper section 4.3, table 3).
 
-The loss is CTC's negative log likelihood, summed over a clip and averaged over clips, as in DeepSpeech 2. The metric
-is the character error rate of greedy decoding: all edits over all characters of the held-out transcripts.
+The loss is CTC's negative log likelihood over all clips of a batch, divided by the characters of their transcripts. The
+metric is the character error rate of greedy decoding: all edits over all characters of the held-out transcripts.
 """
 
 from collections.abc import Iterable, Iterator
@@ -80,7 +80,7 @@ class SpeechTask(Task):
     metric = "cer"
     higher_is_better = False
     margin = 0.02
-    unit = "clips"
+    unit = "characters"
     train_set: speech.Speech
     test_set: speech.Speech
 
@@ -109,13 +109,14 @@ class SpeechTask(Task):
 
     def losses(self, batch: Batch) -> Iterator[tuple[str, Tensor]]:
         logits, lengths = self.network(batch["spectrogram"], batch["lengths"])
-        yield "model", clip_losses(logits, lengths, batch["text"], batch["text_lengths"]).mean()
+        total = clip_losses(logits, lengths, batch["text"], batch["text_lengths"]).sum()
+        yield "model", total / batch["text_lengths"].sum()
 
     def size(self, batch: Batch) -> int:
-        return len(batch["lengths"])
+        return int(batch["text_lengths"].sum())
 
     def evaluate(self, batches: Iterable[Batch]) -> dict[str, float]:
-        """`cer`; `loss`, in nats per clip over the clips whose transcript fits their audio; `clips` scored and
+        """`cer`; `loss`, in nats a character over the clips whose transcript fits their audio; `clips` scored and
         `left_out`.
         """
         edits = characters = clips = fitting = 0
@@ -135,7 +136,7 @@ class SpeechTask(Task):
             if fits.any():
                 rows = clip_losses(logits[fits], lengths[fits], batch["text"][fits], batch["text_lengths"][fits])
                 loss += rows.double().sum().item()
-                fitting += len(rows)
+                fitting += int(batch["text_lengths"][fits].sum())
         return {
             "cer": edits / max(1, characters),
             "loss": loss / max(1, fitting),
