@@ -64,6 +64,7 @@ class Arithmetic(AbstractContextManager):
         self.handlers = self._handlers(keep_fp32)
         # TF32 changes no dtype; autocast is entered because only it opens its dispatch key.
         self.autocast_dtype = self.dtype or (torch.bfloat16 if self.handlers else None)
+        self.installed = False
 
     def __enter__(self) -> Arithmetic:
         dispatch.enter(self)

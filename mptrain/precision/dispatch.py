@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,15 +70,19 @@ class Rounding(AbstractContextManager):
 
 def enter(arithmetic: Arithmetic) -> None:
     """Opens a region of this arithmetic in this thread."""
-    install(arithmetic.device_type, arithmetic.handlers)
+    if not arithmetic.installed:
+        install(arithmetic.device_type, arithmetic.handlers)
+        arithmetic.installed = True
     on = arithmetic.autocast_dtype is not None
-    region = torch.autocast(
-        arithmetic.device_type,
-        arithmetic.autocast_dtype,
-        enabled=on,
-        # Ours, where we have handlers, is kept in `state.casts`; a cache switched off is also how `active` knows us.
-        cache_enabled=False if arithmetic.handlers else None,
-    )
+    region: AbstractContextManager = nullcontext()
+    if on or torch.is_autocast_enabled(arithmetic.device_type):
+        region = torch.autocast(
+            arithmetic.device_type,
+            arithmetic.autocast_dtype,
+            enabled=on,
+            # Ours, where we have handlers, is kept in `state.casts`; switched off is also how `active` knows us.
+            cache_enabled=False if arithmetic.handlers else None,
+        )
     region.__enter__()
     if not state.regions:
         state.casts.clear()

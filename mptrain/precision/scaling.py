@@ -58,11 +58,7 @@ class LossScaler:
         """
         if id(optimizer) in self._finite:
             raise RuntimeError("unscale_ was already called for this optimizer since the last update()")
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for p in parameters:
-            if p.grad.is_sparse:
-                p.grad = p.grad.coalesce()
-        gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters]
+        gradients = [_dense(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self.value != 1 and any(g.dtype == torch.float16 for g in gradients):
             raise UserError(
                 "the optimizer holds FP16 parameters, whose gradients cannot be unscaled in FP16; "
@@ -200,13 +196,27 @@ def check_scale(value: Any) -> float:
     return number
 
 
+def _dense(p: Tensor) -> Tensor:
+    """A parameter's gradient, or the values of a sparse one."""
+    gradient = p.grad
+    assert gradient is not None
+    if not gradient.is_sparse:
+        return gradient
+    p.grad = gradient.coalesce()
+    return p.grad._values()
+
+
 def _unscale(gradients: list[Tensor], factor: float) -> bool:
     """Multiplies by 1 / factor in place and tells whether all values are finite; waits for the device once."""
+    first = gradients[0]
+    groups = [gradients]
+    if any(g.dtype != first.dtype or g.device != first.device for g in gradients):
+        places = dict.fromkeys((g.device, g.dtype) for g in gradients)
+        groups = [[g for g in gradients if (g.device, g.dtype) == place] for place in places]
     found = []
-    for dtype in {(g.device, g.dtype) for g in gradients}:
-        group = [g for g in gradients if (g.device, g.dtype) == dtype]
-        found_inf = torch.zeros(1, device=dtype[0])
-        inverse = torch.tensor(1.0 / factor, dtype=torch.float32, device=dtype[0])
+    for group in groups:
+        found_inf = torch.zeros(1, device=group[0].device)
+        inverse = torch.full((), 1.0 / factor, device=group[0].device)
         torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
         found.append(found_inf)
     return not any(f.item() for f in found)

@@ -45,6 +45,7 @@ class Weights:
         self.models = models
         self.trained = {n: [p for p in m.parameters() if p.requires_grad] for n, m in models.items()}
         """of each network, the parameters that asked for gradients when it was handed over"""
+        self.all = [p for model in models.values() for p in model.parameters()]
 
     def of(self, name: str) -> list[nn.Parameter]:
         """What the optimizer of this network is to update."""
@@ -58,9 +59,8 @@ class Weights:
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
-        for model in self.models.values():
-            for p in model.parameters():
-                p.grad = None
+        for p in self.all:
+            p.grad = None
 
     @contextmanager
     def evaluating(self, fp32: bool) -> Iterator[None]:
