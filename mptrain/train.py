@@ -78,6 +78,8 @@ class Run:
             )
         self.counter = Counter() if config.count else None
         self.arithmetic = self.precision.arithmetic(self.device.type, self.counter)
+        # entered twice a step; an FP32 region has nothing to switch here
+        self.region = nullcontext() if self.precision.compute == "float32" else self.arithmetic
         self.weights = self.precision.prepare(self.models)
         self.buffers = MovingBuffers(self.models.values())
         self.has_buffers = any(True for model in self.models.values() for _ in model.buffers())
@@ -175,7 +177,7 @@ class Run:
 
     def forward(self, phases: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
         """The next loss of a batch, computed in this run's precision; None after the last."""
-        with self.arithmetic:
+        with self.region:
             return next(phases, None)
 
     def apply(self, name: str) -> None:

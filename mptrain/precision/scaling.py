@@ -45,6 +45,7 @@ class LossScaler:
         self.value = value
         self.consecutive_skips = 0
         self._finite: dict[int, bool | None] = {}
+        self._scratch: dict[torch.device, tuple[float, Tensor, Tensor]] = {}
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the factor, in FP32."""
@@ -64,7 +65,7 @@ class LossScaler:
                 "the optimizer holds FP16 parameters, whose gradients cannot be unscaled in FP16; "
                 "let Precision.prepare make FP32 copies (precision=fp16_master) and give those to the optimizer"
             )
-        self._finite[id(optimizer)] = _unscale(gradients, self.value) if gradients else None
+        self._finite[id(optimizer)] = self._unscale(gradients) if gradients else None
         return self._finite[id(optimizer)]
 
     def step(self, optimizer: Optimizer) -> bool | None:
@@ -74,6 +75,28 @@ class LossScaler:
         if finite := self._finite[id(optimizer)]:
             optimizer.step()
         return finite
+
+    def _unscale(self, gradients: list[Tensor]) -> bool:
+        """Multiplies by 1 / factor in place and tells whether all values are finite; waits for the device once."""
+        first = gradients[0]
+        groups = [gradients]
+        if any(g.dtype != first.dtype or g.device != first.device for g in gradients):
+            places = dict.fromkeys((g.device, g.dtype) for g in gradients)
+            groups = [[g for g in gradients if (g.device, g.dtype) == place] for place in places]
+        found = []
+        for group in groups:
+            inverse, found_inf = self._inverse(group[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf.zero_(), inverse)
+            found.append(found_inf if len(groups) == 1 else found_inf.clone())
+        return not any(f.item() for f in found)
+
+    def _inverse(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """1 / factor on the device, kept until the factor moves, and a place to note infinities in."""
+        factor, inverse, found_inf = self._scratch.get(device, (None, None, None))
+        if inverse is None or found_inf is None or factor != self.value:
+            inverse, found_inf = torch.full((), 1.0 / self.value, device=device), torch.zeros(1, device=device)
+            self._scratch[device] = (self.value, inverse, found_inf)
+        return inverse, found_inf
 
     def update(self) -> bool:
         """Ends the iteration; returns whether any optimizer skipped its step."""
@@ -204,19 +227,3 @@ def _dense(p: Tensor) -> Tensor:
         return gradient
     p.grad = gradient.coalesce()
     return p.grad._values()
-
-
-def _unscale(gradients: list[Tensor], factor: float) -> bool:
-    """Multiplies by 1 / factor in place and tells whether all values are finite; waits for the device once."""
-    first = gradients[0]
-    groups = [gradients]
-    if any(g.dtype != first.dtype or g.device != first.device for g in gradients):
-        places = dict.fromkeys((g.device, g.dtype) for g in gradients)
-        groups = [[g for g in gradients if (g.device, g.dtype) == place] for place in places]
-    found = []
-    for group in groups:
-        found_inf = torch.zeros(1, device=group[0].device)
-        inverse = torch.full((), 1.0 / factor, device=group[0].device)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
-        found.append(found_inf)
-    return not any(f.item() for f in found)
