@@ -59,7 +59,12 @@ class LossScaler:
         """
         if id(optimizer) in self._finite:
             raise RuntimeError("unscale_ was already called for this optimizer since the last update()")
-        gradients = [_dense(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            _coalesced(p) if gradient.is_sparse else gradient
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if (gradient := p.grad) is not None
+        ]
         if self.value != 1 and any(g.dtype == torch.float16 for g in gradients):
             raise UserError(
                 "the optimizer holds FP16 parameters, whose gradients cannot be unscaled in FP16; "
@@ -78,11 +83,10 @@ class LossScaler:
 
     def _unscale(self, gradients: list[Tensor]) -> bool:
         """Multiplies by 1 / factor in place and tells whether all values are finite; waits for the device once."""
-        first = gradients[0]
+        places = {(g.dtype, g.get_device()) for g in gradients}
         groups = [gradients]
-        if any(g.dtype != first.dtype or g.device != first.device for g in gradients):
-            places = dict.fromkeys((g.device, g.dtype) for g in gradients)
-            groups = [[g for g in gradients if (g.device, g.dtype) == place] for place in places]
+        if len(places) > 1:
+            groups = [[g for g in gradients if (g.dtype, g.get_device()) == place] for place in places]
         found = []
         for group in groups:
             inverse, found_inf = self._inverse(group[0].device)
@@ -219,11 +223,8 @@ def check_scale(value: Any) -> float:
     return number
 
 
-def _dense(p: Tensor) -> Tensor:
-    """A parameter's gradient, or the values of a sparse one."""
-    gradient = p.grad
-    assert gradient is not None
-    if not gradient.is_sparse:
-        return gradient
-    p.grad = gradient.coalesce()
+def _coalesced(p: Tensor) -> Tensor:
+    """The values of a sparse gradient, one per row."""
+    assert p.grad is not None
+    p.grad = p.grad.coalesce()
     return p.grad._values()
