@@ -36,7 +36,7 @@ def png(pixels: np.ndarray) -> dict:
 def fashion() -> list[dict]:
     folder = debian("dataset-fashion-mnist", "0.0~git20200523.55506a9-1") / "usr/share/datasets/fashion-mnist"
     rows = []
-    for split, prefix, count in (("train", "train", 10_000), ("test", "t10k", 2_000)):
+    for split, prefix, count in (("train", "train", 10_000), ("test", "t10k", 5_000)):
         images = idx(folder / f"{prefix}-images-idx3-ubyte.gz")[:count]
         labels = idx(folder / f"{prefix}-labels-idx1-ubyte.gz")[:count]
         rows += [
@@ -60,7 +60,7 @@ FASHION = Sample(
     rows=fashion,
     features=Features({"image": Image(), "label": ClassLabel(names=CLOTHES), "split": Value("string")}),
     source="Debian dataset-fashion-mnist 0.0~git20200523.55506a9-1",
-    changes="the first 10,000 training and 2,000 test pictures, as PNG",
+    changes="the first 10,000 training and 5,000 test pictures, as PNG",
     licence="MIT",
     copyright=("2017 Zalando SE",),
 )
