@@ -95,6 +95,7 @@ def test_bf16_pure_has_no_fp32_anywhere():
 
 def test_zero_gradients_and_adam_stay_finite():
     for name in HALF:
+
         def make():
             return nn.Sequential(nn.Linear(8, 4), nn.ReLU())
 

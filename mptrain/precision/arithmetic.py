@@ -189,4 +189,3 @@ class Arithmetic(AbstractContextManager):
 
 def _banned(operation, below, args, kwargs):
     raise RuntimeError(policy.BANNED[policy.base_name(operation._schema.name.partition("::")[2])])
-
