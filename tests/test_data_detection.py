@@ -110,10 +110,10 @@ def test_a_tile_marks_crowns_that_it_shows_less_than_half_of():
         np.zeros(4, np.int64),
         np.array([False, True, False, False]),
     )
-    tile = trees.cut_tile(photograph, 0, 0, 100)
+    tile = trees.cut_tile(photograph, 0, 0, 100, 0.5)
     assert tile.boxes.tolist() == [[90, 10, 100, 30], [95, 40, 100, 50], [80, 60, 100, 70]]
     assert tile.difficult.tolist() == [False, True, False]
-    assert trees.cut_tile(photograph, 0, 100, 100).difficult.tolist() == [False, True, True]
+    assert trees.cut_tile(photograph, 0, 100, 100, 0.5).difficult.tolist() == [False, True, True]
     assert trees.without_difficult(tile).boxes.tolist() == [[90, 10, 100, 30], [80, 60, 100, 70]]
 
 

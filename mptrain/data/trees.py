@@ -17,12 +17,12 @@ from mptrain.errors import UserError
 
 TRAIN_TILES = 1024
 """tiles that count as one epoch; each is cut anew every time"""
-VISIBLE = 0.5
-"""a crown of which a tile shows less is neither learnt nor asked for"""
+LEARNT, ASKED = 0.3, 0.5
+"""shares of a crown that a tile has to show, to be learnt in training, to be asked for in the test"""
 
 
 class RandomTiles(DetectionSet):
-    """Tiles cut at random around random crowns, some of them just outside; one epoch has TRAIN_TILES of them.
+    """Tiles cut at random around random crowns; one epoch has TRAIN_TILES of them.
 
     In training they are mirrored and turned too, since from above no side is up.
     """
@@ -42,7 +42,7 @@ class RandomTiles(DetectionSet):
         height, width = photograph.picture.shape[:2]
         x = self.start((x1 + x2) / 2, width, chance)
         y = self.start((y1 + y2) / 2, height, chance)
-        sample = without_difficult(cut_tile(photograph, y, x, self.size))
+        sample = without_difficult(cut_tile(photograph, y, x, self.size, LEARNT))
         if rng is None:
             return sample
         for _ in range(rng.integers(4)):
@@ -50,9 +50,8 @@ class RandomTiles(DetectionSet):
         return flipped(sample) if rng.random() < 0.5 else sample
 
     def start(self, centre: float, side: int, rng: np.random.Generator) -> int:
-        """First row or column of a tile: up to half a tile past the middle of the crown, within the photograph."""
-        middle = centre + rng.uniform(-self.size, self.size)
-        return int(np.clip(middle - self.size / 2, 0, side - self.size))
+        """First row or column of a tile that has the middle of the crown in it and ends within the photograph."""
+        return int(np.clip(centre - rng.uniform(0, self.size), 0, side - self.size))
 
 
 class TilesSideBySide(DetectionSet):
@@ -64,7 +63,7 @@ class TilesSideBySide(DetectionSet):
         self.tiles = []
         for photograph in photographs:
             rows, columns = (starts(side, size) for side in photograph.picture.shape[:2])
-            self.tiles += [cut_tile(photograph, y, x, size) for y in rows for x in columns]
+            self.tiles += [cut_tile(photograph, y, x, size, ASKED) for y in rows for x in columns]
 
     def __len__(self) -> int:
         return len(self.tiles)
@@ -77,13 +76,13 @@ def starts(side: int, size: int) -> list[int]:
     return [min(start, side - size) for start in range(0, side, size)]
 
 
-def cut_tile(photograph: Sample, y: int, x: int, size: int) -> Sample:
-    """A tile of the photograph; crowns are cut at its border, and difficult where little of them is left."""
+def cut_tile(photograph: Sample, y: int, x: int, size: int, visible: float) -> Sample:
+    """A tile of the photograph; crowns are cut at its border, and difficult where less than `visible` is left."""
     moved = photograph.boxes - np.array([x, y, x, y], np.float32)
     clipped = np.clip(moved, 0, size).astype(np.float32)
     shown = area(clipped) / area(moved)
     seen = shown > 0
-    difficult = photograph.difficult[seen] | (shown[seen] < VISIBLE)
+    difficult = photograph.difficult[seen] | (shown[seen] < visible)
     return Sample(photograph.picture[y : y + size, x : x + size], clipped[seen], photograph.labels[seen], difficult)
 
 

@@ -2,9 +2,9 @@
 
 The paper names a variant of the TensorFlow English-French tutorial model: 3 or 5 layers of 1024 LSTM cells on each
 side, with attention. Two things it leaves open are settled here so that whole sentences go through `nn.LSTM` in one
-call: attention looks from the top of the decoder (Luong et al. 2015, "dot") and is not fed back into its input; the
-decoder starts from the mean of the encoder's outputs. Nothing beyond a sentence's end ever reaches a result, so no
-packing is needed.
+call: the first decoder layer does the looking (dot product, Luong et al. 2015) and the layers above it get what it
+found, as in GNMT (Wu et al. 2016); the decoder starts from the mean of the encoder's outputs. Nothing beyond a
+sentence's end ever reaches a result, so no packing is needed.
 """
 
 import torch
@@ -84,7 +84,8 @@ class Seq2Seq(nn.Module):
         half = width // 2 if bidirectional else width
         self.encoder = LSTMStack(layers, width, half, dropout, residual)
         self.backward_encoder = LSTMStack(layers, width, half, dropout, residual) if bidirectional else None
-        self.decoder = LSTMStack(layers, width, width, dropout, residual)
+        self.decoder = LSTMStack(1, width, width, dropout, residual)
+        self.upper_decoder = LSTMStack(layers - 1, width, width, dropout, residual)
         self.query = nn.Linear(width, width, bias=False)
         self.combine = nn.Linear(2 * width, width, bias=False)
         self.output = nn.Linear(width, target_words)
@@ -111,14 +112,15 @@ class Seq2Seq(nn.Module):
         """The decoder's state before the first word: h is the mean encoder output in every layer, c is zero (FP32)."""
         total = memory.float().masked_fill(~mask.unsqueeze(-1), 0.0).sum(1)
         h = (total / mask.sum(1, keepdim=True).clamp(min=1)).unsqueeze(0)
-        return [(h, torch.zeros_like(h)) for _ in self.decoder.layers]
+        return [(h, torch.zeros_like(h)) for _ in range(1 + len(self.upper_decoder.layers))]
 
     def decode(self, words: Tensor, memory: Tensor, mask: Tensor, state: State) -> tuple[Tensor, Tensor, State]:
         """Words so far (B, T) -> logits of the next (B, T, V), attention weights (B, T, S), state after the last."""
-        hidden, state = self.decoder(self.target_embedding(words) * self.embedding_scale, state)
+        hidden, first = self.decoder(self.target_embedding(words) * self.embedding_scale, state[:1])
         context, weights = attend(self.query(hidden), memory, mask, self.attention_scale)
         mixed = torch.tanh(self.combine(torch.cat([context.type_as(hidden), hidden], -1)))
-        return self.output(self.dropout(mixed)), weights, state
+        hidden, others = self.upper_decoder(mixed, state[1:])
+        return self.output(self.dropout(hidden)), weights, first + others
 
     def forward(self, source: Tensor, source_lengths: Tensor, words: Tensor) -> Tensor:
         """Teacher forcing: source (B, S), lengths (B,), target words from the start symbol on (B, T) -> logits (B, T,

@@ -19,6 +19,7 @@ class SmallVGG(nn.Module):
             layers.append(nn.MaxPool2d(2, ceil_mode=True))
         self.features = nn.Sequential(*layers)
         self.pool = nn.AdaptiveAvgPool2d(2)
+        logits = nn.Linear(hidden, num_classes)
         self.classifier = nn.Sequential(
             nn.Linear(4 * channels, hidden),
             nn.ReLU(inplace=True),
@@ -26,13 +27,14 @@ class SmallVGG(nn.Module):
             nn.Linear(hidden, hidden),
             nn.ReLU(inplace=True),
             nn.Dropout(0.5),
-            nn.Linear(hidden, num_classes),
+            logits,
         )
         for parameter in self.parameters():
             if parameter.ndim == 1:
                 nn.init.zeros_(parameter)
             else:
                 nn.init.kaiming_normal_(parameter, nonlinearity="relu")
+        nn.init.normal_(logits.weight, std=0.01)
 
     def forward(self, pictures: Tensor) -> Tensor:
         return self.classifier(self.pool(self.features(pictures)).flatten(1))
