@@ -46,7 +46,7 @@ def stepper(recipe: str, which: str, folder: Path) -> Callable[[int], None]:
     """Runs so many training steps of a recipe; torch's own FP16 is the same loop under torch's own autocast."""
     run = run_of(recipe, "fp32" if which == NATIVE else which, folder)
     if which == NATIVE:
-        run.arithmetic = torch.autocast("cpu", torch.float16)  # type: ignore[assignment]
+        run.region = torch.autocast("cpu", torch.float16)
     windows = run.loader.windows()
 
     def steps(count: int) -> None:
