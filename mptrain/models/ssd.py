@@ -23,7 +23,7 @@ from mptrain.models.vgg16_weights import fill, fill_features, read_vgg16
 PRIOR = 0.01
 """probability of a class at the first step, where there is no background class"""
 SMALLEST_BOX = 18.0
-"""pixels, of the small networks; their largest size is about three times as large"""
+"""pixels, of the dense boxes; the largest of six sizes is about three times as large"""
 
 Layers = Sequence[tuple[int, int]]
 
@@ -113,14 +113,13 @@ def ssd_dense(classes: int, size: int, background: bool, backbone: Path | None =
 
 
 def ssd_sparse(classes: int, size: int, background: bool, backbone: Path | None = None) -> SSD:
-    """Maps of an eighth and a sixteenth of the side, four boxes around each cell as SSD has them: 1,280 at 128 pixels.
+    """Maps of an eighth and a sixteenth of the side, three and two square boxes around each cell: 2,366 at 208 pixels.
 
-    Six convolutions with batch norm.
+    Seven convolutions with batch norm.
     """
     refuse(size, 16, backbone)
-    features = Features(((16, 2), (32, 2), (64, 2), (64, 1)), ((128, 2), (128, 1)), norm=True)
-    scales = [SMALLEST_BOX * factor / size for factor in (1, 2, 4)]
-    generator = DefaultBoxGenerator([[2], [2]], scales=scales, steps=[8, 16])
+    features = Features(((16, 2), (32, 2), (64, 2), (64, 1), (64, 1)), ((128, 2), (128, 1)), norm=True)
+    generator = AnchorGenerator(((16, 28, 44), (64, 96)), ((1.0,), (1.0,)))
     outputs = classes + 1 if background else classes
     head = SSDHead([64, 128], generator.num_anchors_per_location(), outputs)
     return SSD(features, head, generator, (size // 8, size // 16), size, background)
