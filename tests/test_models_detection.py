@@ -65,6 +65,16 @@ def test_small_ssd_has_dense_boxes_centred_on_its_cells():
     assert logits.shape == (1, 6480, 10) and offsets.shape == (1, 6480, 4)
 
 
+def test_sparse_ssd_has_squares_around_its_cells():
+    model = ssd.ssd_sparse(1, 208, background=False).eval()
+    boxes = model.default_boxes()
+    assert len(boxes) == 26 * 26 * 3 + 13 * 13 * 2
+    assert boxes[:3].tolist() == [[4 - r, 4 - r, 4 + r, 4 + r] for r in (8.0, 14.0, 22.0)]
+    assert boxes[-1].tolist() == [200 - 48, 200 - 48, 200 + 48, 200 + 48]
+    logits, offsets = model(torch.zeros(1, 3, 208, 208))
+    assert logits.shape == (1, len(boxes), 1) and offsets.shape == (1, len(boxes), 4)
+
+
 def test_an_output_belongs_to_the_default_box_of_its_place():
     model = ssd.ssd_dense(3, 32, background=True)
     torch.manual_seed(0)
