@@ -1,6 +1,6 @@
 """Labelled pictures for classification.
 
-`fashion`: the embedded part of Fashion-MNIST (10,000 + 2,000 grey pictures of 28x28, 10 classes), in memory.
+`fashion`: the embedded part of Fashion-MNIST (10,000 + 5,000 grey pictures of 28x28, 10 classes), in memory.
 `imagenet`: pictures on disk or on the hub, decoded when they are needed (imagenet.py).
 `synthetic`: a blurred pattern a class under noise, any size and number of classes, in memory.
 
