@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(error)
         return 1
     except KeyboardInterrupt as stop:
+        if os.environ.get("RANK", "0") != "0":  # of the processes of one job, one speaks
+            return 130
         _complain(stop if str(stop) else "interrupted; the same command goes on from the last checkpoint")
         return 130
     except BrokenPipeError:
@@ -110,6 +112,10 @@ def _recipes() -> str:
 def _train(argv: list[str]) -> int:
     """Checks the command line, then lets Hydra compose it and launch its jobs."""
     argv = _check([f"+{a}" if a.startswith("recipe=") else a for a in argv])
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not {"-m", "--multirun"}.isdisjoint(argv):
+        raise UserError(
+            "several processes share one run (torchrun), not a sweep (-m); start torchrun once for each run"
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     failures: list[tuple[str, Exception]] = []
     _store_recipes()

@@ -75,8 +75,16 @@ class ScalingConfig(_Model):
     tolerance: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
+class ParallelConfig(_Model):
+    batchnorm: Literal["sync", "local"] = "sync"
+
+
 class Config(_Model):
-    """One run. Fields are explained in configs/config.yaml."""
+    """One run. Fields are explained in configs/config.yaml.
+
+    A field with a default came later than the others: folders that lack it were made under the default, which
+    therefore leaves names and keys of runs as they were.
+    """
 
     recipe: Text
     task: TaskConfig
@@ -107,6 +115,7 @@ class Config(_Model):
     checkpoint_every: Count
     tensorboard: bool
     progress: bool | Literal["auto"]
+    parallel: ParallelConfig = ParallelConfig()
 
     @cached_property
     def numbers(self) -> Precision:
@@ -128,7 +137,7 @@ class Config(_Model):
 
     def decisive(self) -> dict[str, Any]:
         """All that decides what is computed: a run's folder holds one value of this."""
-        return self.model_dump(exclude=COSMETIC)
+        return self.without_later_defaults(COSMETIC)
 
     def identity(self) -> str:
         """Eight digits that stand for `decisive`, in the name of the run's folder."""
@@ -140,7 +149,22 @@ class Config(_Model):
         Where the data lies and the device that was asked for are left out: a record names both as they were found.
         """
         apart = {"precision", "scale", "scaling", "max_skips", "seed", "count", "data_dir", "device", "threads"}
-        return _digest(self.model_dump(exclude=COSMETIC | apart))
+        return _digest(self.without_later_defaults(COSMETIC | apart))
+
+    @classmethod
+    def later_defaults(cls) -> dict[str, Any]:
+        """What folders of older versions mean by the fields they lack."""
+        fields = {name: field.default for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value.model_dump() if isinstance(value, BaseModel) else value for name, value in fields.items()}
+
+    def without_later_defaults(self, exclude: set[str]) -> dict[str, Any]:
+        defaults = self.later_defaults()
+        values = self.model_dump(exclude=exclude)
+        return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+
+    def silent(self) -> Config:
+        """The same run as shown by a process that is not the first of its job."""
+        return self.model_copy(update={"progress": False, "tensorboard": False})
 
     def folder(self) -> Path:
         """Where the run goes, as an absolute path."""

@@ -22,6 +22,11 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def seed_of(*numbers: int) -> int:
+    """A seed for each combination of numbers, unlike those of its neighbours."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """The global generators' states, in types that load with weights_only=True."""
     kind, keys, *rest = np.random.get_state()

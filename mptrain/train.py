@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mptrain import measure, optim, process, tasks
+from mptrain import batchnorm, measure, optim, parallel, process, tasks
 from mptrain.config import COSMETIC, Config
 from mptrain.data.dataset import Batch, DataSpec, batches
 from mptrain.data.loader import Loader, mover
@@ -37,29 +37,42 @@ def train(config: Config) -> dict[str, Any]:
     KeyboardInterrupt after SIGINT or SIGTERM, with a checkpoint written; any other error is recorded as "failed".
     """
     record = Record(config.folder())
-    with record.opened(config.model_dump(), COSMETIC):
-        before = record.read_summary()
+    with ExitStack() as held, parallel.joined(config.device) as ranks:
+        before = ranks.first(lambda: _opened(record, config, held))
         if before is not None and before["status"] != "failed":
-            print(f"already {before['status']}, nothing to do: {record.folder}")
+            if ranks.leads:
+                print(f"already {before['status']}, nothing to do: {record.folder}")
             return before
-        record.forget_failure()
         try:
             numbers, device = config.numbers, hardware.resolve(config.device)
             native_tf32 = numbers.compute == "tf32" and numbers.backend(device.type) == "native"
             with hardware.tf32(native_tf32), process.threads(config.threads):
-                summary = Run(config, record).to_the_end()
-        except Exception as error:
-            _note_failure(record, config, error)
+                summary = Run(config, record, ranks).to_the_end()
+        except parallel.RankLost:
             raise
-    print(f"{summary['status']}: {outcome(summary)}  {record.folder}")
+        except Exception as error:
+            if ranks.leads:
+                _note_failure(record, config, error)
+            raise
+        if ranks.leads:
+            print(f"{summary['status']}: {outcome(summary)}  {record.folder}")
     return summary
+
+
+def _opened(record: Record, config: Config, held: ExitStack) -> dict[str, Any] | None:
+    """Holds the folder until `held` ends; how the run ended, if it has, a failure apart, which may be tried again."""
+    held.enter_context(record.opened(config.model_dump(), COSMETIC, Config.later_defaults()))
+    before = record.read_summary()
+    if before is not None and before["status"] == "failed":
+        record.forget_failure()
+    return before
 
 
 class Run:
     """Everything one run is made of, and the loop over it."""
 
-    def __init__(self, config: Config, record: Record):
-        self.config, self.record = config, record
+    def __init__(self, config: Config, record: Record, ranks: parallel.Alone):
+        self.config, self.record, self.ranks = config, record, ranks
         self.started = datetime.now(UTC)
         self.device = hardware.resolve(config.device)
         process.seed_everything(config.seed)
@@ -70,6 +83,7 @@ class Run:
         folder = None if config.data_dir is None else Path(config.data_dir).absolute()
         self.task = tasks.build(config.task.name, DataSpec(config.data, folder, config.seed), **config.task.options)
         self.models = {name: model.to(self.device) for name, model in self.task.models.items()}
+        self.share_models()
 
         self.precision = config.numbers
         if config.count and self.precision.backend(self.device.type) != "emulated":
@@ -103,6 +117,8 @@ class Run:
             config.seed,
             config.workers,
             self.device.type == "cuda",
+            ranks.rank,
+            ranks.size,
         )
         self.to_device = mover(self.device)
         self.throughput = measure.Throughput(self.task.unit, config.warmup, measure.waiter(self.device))
@@ -113,16 +129,29 @@ class Run:
         self.skipped = dict.fromkeys(self.models, 0)
         self.recent: dict[str, list[torch.Tensor]] = defaultdict(list)
 
+    def share_models(self) -> None:
+        """Among several ranks: one start, batch normalisation as configured, and random numbers of one's own."""
+        if self.ranks.size == 1:
+            return
+        if self.config.count:
+            raise UserError("count=true counts the products of one process; start mptrain without torchrun")
+        self.ranks.same(self.models)
+        if self.config.parallel.batchnorm == "sync":
+            batchnorm.synchronise(self.models.values(), self.ranks)
+        self.task.together = self.ranks.together
+        process.seed_everything(process.seed_of(self.config.seed, self.ranks.rank))
+
     # The loop.
 
     def to_the_end(self) -> dict[str, Any]:
         self.resume()
-        with Progress(self.config, self.record, self.attempted) as self.progress, self.counting():
-            with process.stop_requests() as stop:
-                self.loop(stop)
+        shown = self.config if self.ranks.leads else self.config.silent()
+        with Progress(shown, self.record, self.attempted) as self.progress, self.counting():
+            with process.stop_requests() as self.ranks.signals:
+                self.loop()
             return self.end()
 
-    def loop(self, stop: list[int]) -> None:
+    def loop(self) -> None:
         """Steps until the budget is spent, the run diverges, or a signal arrives."""
         config = self.config
         windows = self.loader.windows()
@@ -144,29 +173,31 @@ class Run:
             if config.eval.every and self.attempted % config.eval.every == 0 and not last:
                 with self.throughput.paused():
                     self.evaluate()
+            stop = self.ranks.stopping
             if stop or last or self.attempted % config.checkpoint_every == 0:
                 with self.throughput.paused():
                     self.save()
             if stop and not last:
                 raise Stopped(
-                    f"stopped by signal {stop[0]} after step {self.attempted}; the same command goes on from there"
+                    f"stopped by signal {stop} after step {self.attempted}; the same command goes on from there"
                 )
 
     def step(self, window: list[Batch]) -> bool:
         """One iteration over a window of batches; returns whether an update was skipped."""
         sizes = [self.task.size(batch) for batch in window]
-        self.units = sum(sizes)
+        totals = self.ranks.totals(sizes)
+        self.units = sum(totals)
         before = self.task.state_dict()
         self.weights.zero_grad()
         if self.has_buffers:
             self.buffers.keep()
-        for number, (batch, size) in enumerate(zip(window, sizes, strict=True), start=1):
+        for number, (batch, size, total) in enumerate(zip(window, sizes, totals, strict=True), start=1):
             phases = self.task.losses(self.to_device(batch))
             while (phase := self.forward(phases)) is not None:
                 name, loss = phase
-                self.recent[name].append(loss.detach())
+                self.recent[name].append(loss.detach() if size == total else loss.detach() * (size / total))
                 self.loss_dtype = loss.dtype
-                share = loss if len(window) == 1 else loss * (size / self.units)
+                share = loss if size == self.units else loss * (size / self.units)
                 (share if self.scaler.value == 1 else self.scaler.scale(share)).backward()
                 if number == len(window):
                     self.apply(name)
@@ -184,6 +215,7 @@ class Run:
         """Unscale, check, clip, step: one optimizer's update from the gradients that are there."""
         optimizer = self.optimizers[name]
         self.weights.gather(name)
+        self.ranks.sum_gradients(self.weights.of(name))
         finite = self.scaler.unscale_(optimizer)
         if finite and self.config.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.weights.of(name), self.config.clip)
@@ -222,6 +254,9 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """The metric over the whole test set, in the stated precision; leaves the random state as it was."""
+        return self.ranks.first(self.evaluate_here)
+
+    def evaluate_here(self) -> dict[str, float]:
         fp32 = self.config.eval.precision == "fp32"
         moved = (self.to_device(batch) for batch in batches(self.task.test_set, self.config.eval.batch_size))
         with ExitStack() as stack:
@@ -243,8 +278,10 @@ class Run:
 
     def log(self, skipped: bool) -> None:
         """One line of metrics.jsonl: the mean losses since the last line."""
-        losses = {name: torch.stack(values).mean().item() for name, values in self.recent.items()}
+        losses = {name: value.mean().item() for name, value in self.recent_losses().items()}
         self.recent.clear()
+        if not self.ranks.leads:
+            return
         name = next(iter(self.models))
         line = {
             "step": self.attempted,
@@ -256,6 +293,10 @@ class Run:
         }
         self.record.log(line)
         self.progress.show(self.attempted, line)
+
+    def recent_losses(self) -> dict[str, torch.Tensor]:
+        """The losses since the last line, each of the whole batch."""
+        return {name: self.ranks.total(torch.stack(values)) for name, values in self.recent.items()}
 
     def blame(self, window: list[Batch]) -> str:
         """Why the run diverged: step, scale, and the layer where the last batch first went wrong."""
@@ -272,26 +313,29 @@ class Run:
             self.task.load_state_dict(state)
             self.weights.zero_grad()
 
-        where = first_nonfinite(self.models, again) or "no single layer (the batch is finite when it is run again)"
+        found = self.ranks.gathered(first_nonfinite(self.models, again))
+        where = next(filter(None, found), "no single layer (the batch is finite when it is run again)")
         return (
             f"{self.scaler.consecutive_skips} updates in a row were not finite, the last at step {self.attempted} "
             f"with scale {self.scaler.value:g}; first in the {where}"
         )
 
     def state_dict(self) -> dict[str, Any]:
+        rank_0, *others = self.ranks.gathered(process.random_state(self.device))
         return {
             "models": {name: model.state_dict() for name, model in self.models.items()},
             "weights": self.weights.state_dict(),
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
             "scaler": self.scaler.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
-            "task": self.task.state_dict(),
+            "task": self.task.merged(self.ranks.gathered(self.task.state_dict())),
             "loader": self.loader.state_dict(),
             "counter": None if self.counter is None else self.counter.state_dict(),
             "steps": {"attempted": self.attempted, "applied": self.applied, "skipped": self.skipped},
             "diverged": self.diverged,
-            "recent": {name: torch.stack(values) for name, values in self.recent.items()},
-            "random": process.random_state(self.device),
+            "recent": self.recent_losses(),
+            "random": rank_0,
+            "random_of_others": others,
             "throughput": self.throughput.state_dict(),
             "instruments": self.instruments.state_dict(),
         }
@@ -304,25 +348,32 @@ class Run:
         self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.load_state_dict(state["average"])
-        self.task.load_state_dict(self.to_device(state["task"]))
+        part = self.task.part(state["task"], self.ranks.rank, self.ranks.size)
+        self.task.load_state_dict(self.to_device(part))
         self.loader.load_state_dict(state["loader"])
         if self.counter is not None:
             self.counter.load_state_dict(state["counter"])
         steps = state["steps"]
         self.attempted, self.applied, self.skipped = steps["attempted"], steps["applied"], steps["skipped"]
         self.diverged = state["diverged"]
-        self.recent.update({name: list(values.unbind()) for name, values in state["recent"].items()})
+        for name, values in state["recent"].items():  # of the whole batch, and summed over the ranks again
+            self.recent[name] = list((values if self.ranks.leads else torch.zeros_like(values)).unbind())
         self.throughput.load_state_dict(state["throughput"])
         self.instruments.load_state_dict(state["instruments"])
-        process.set_random_state(state["random"], self.device)
+        states = [state["random"], *state.get("random_of_others", [])]
+        if self.ranks.rank < len(states):
+            process.set_random_state(states[self.ranks.rank], self.device)
+        else:
+            process.seed_everything(process.seed_of(self.config.seed, self.ranks.rank, self.attempted))
 
     def resume(self) -> None:
         """Goes on from the newest whole checkpoint, or starts anew."""
-        state, notices = checkpoint.load_latest(self.record.checkpoints)
-        for notice in notices:
+        state, notices = self.ranks.first(lambda: checkpoint.load_latest(self.record.checkpoints))
+        for notice in notices if self.ranks.leads else ():
             print(f"mptrain: {notice}; " + ("using the one before" if state else "starting anew"), file=sys.stderr)
         if state is None:
-            self.record.cut_log(0)
+            if self.ranks.leads:
+                self.record.cut_log(0)
             return
         try:
             self.load_state_dict(state["run"])
@@ -331,25 +382,34 @@ class Run:
                 f"the checkpoint in {self.record.folder} does not fit this version's networks ({error}); "
                 "start anew in another folder: out=FOLDER"
             ) from error
-        self.record.cut_log(state["log_bytes"])
-        print(f"resuming after step {self.attempted}: {self.record.folder}")
+        if self.ranks.leads:
+            self.record.cut_log(state["log_bytes"])
+            print(f"resuming after step {self.attempted}: {self.record.folder}")
 
     def save(self) -> None:
+        run = self.state_dict()
+        self.ranks.first(lambda: self.write(run))
+
+    def write(self, run: dict[str, Any]) -> None:
         self.progress.flush()
-        state = {"run": self.state_dict(), "log_bytes": self.record.flush()}
-        checkpoint.save(self.record.checkpoints, self.attempted, state)
+        checkpoint.save(self.record.checkpoints, self.attempted, {"run": run, "log_bytes": self.record.flush()})
 
     def end(self) -> dict[str, Any]:
         """Evaluates, writes what is left, and the summary last."""
+        return self.ranks.first(self.end_here)
+
+    def end_here(self) -> dict[str, Any]:
         throughput = self.throughput.result()
         metrics: dict[str, float] = {}
         if self.diverged is None:
-            metrics = self.evaluate()
+            metrics = self.evaluate_here()
             self.task.finish(self.record.folder)
         if self.counter is not None:
             write_atomically(self.record.folder / "counts.json", json.dumps(self.counter.table(), indent=1) + "\n")
         task, config = self.task, self.config
         environment = measure.environment(self.device)
+        if self.ranks.size > 1:
+            environment["device_name"] = f"{self.ranks.size} x {environment['device_name']}"
         now = datetime.now(UTC)
         return self.record.finish(
             "finished" if self.diverged is None else "diverged",

@@ -25,6 +25,8 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "optim": {"files", "options"},
     "measure": {"precision", "memory"},
     "progress": {"config", "results.record"},
+    "parallel": set(),
+    "batchnorm": {"parallel"},
 }
 
 

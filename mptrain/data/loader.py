@@ -21,7 +21,15 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Dataset, batch_size: int, accumulate: int, seed: int, workers: int = 0, pin: bool = False
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        accumulate: int,
+        seed: int,
+        workers: int = 0,
+        pin: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
     ):
         self.dataset = dataset
         self.batch_size = batch_size
@@ -29,6 +37,8 @@ class Loader:
         self.seed = seed
         self.workers = workers
         self.pin = pin
+        self.rank = rank
+        self.ranks = ranks
         self.epoch = 0
         self.position = 0
 
@@ -54,8 +64,17 @@ class Loader:
                 raise UserError(f"the training set {self.dataset.name} holds no batch; give more data (data_dir=...)")
             for i in range(start, len(order)):
                 ends.append(i + 1 == len(order))
-                yield BatchKey(order[i], (self.seed, epoch, i), first=i == 0, train=True)
+                yield self._key(order[i], epoch, i)
             epoch, start = epoch + 1, 0
+
+    def _key(self, indices: np.ndarray, epoch: int, i: int) -> BatchKey:
+        """Of a batch that several ranks share, this one's part; one with fewer samples than ranks goes to all of them
+        whole."""
+        if self.ranks == 1:
+            return BatchKey(indices, (self.seed, epoch, i), first=i == 0, train=True)
+        if len(indices) >= self.ranks:
+            indices = np.array_split(indices, self.ranks)[self.rank]
+        return BatchKey(indices, (self.seed, epoch, i, self.rank), first=i == 0, train=True)
 
     def _fetch(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         if self.workers == 0:

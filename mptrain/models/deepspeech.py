@@ -10,7 +10,7 @@ counts real frames only, and a forward GRU cannot see what comes later. The logi
 a batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ class MaskedBatchNorm(nn.BatchNorm1d):
     num_batches_tracked: Tensor
     momentum: float
 
+    total: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
+    """sums over the processes that share a batch"""
+
     def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 3:
             raise ValueError(f"expected (batch, channels, ..., time), got {tuple(x.shape)}")
@@ -50,10 +53,10 @@ class MaskedBatchNorm(nn.BatchNorm1d):
         mean, variance = self.running_mean, self.running_var
         if self.training:
             axes = [axis for axis in range(x.dim()) if axis != 1]
-            count = mask.sum() * (x[0, 0].numel() // x.shape[-1])
-            mean = values.masked_fill(~real, 0.0).sum(axes) / count
+            count = self.total(mask.sum() * (x[0, 0].numel() // x.shape[-1]))
+            mean = self.total(values.masked_fill(~real, 0.0).sum(axes)) / count
             centred = (values - mean.view(shape)).masked_fill(~real, 0.0)
-            variance = centred.square().sum(axes) / count
+            variance = self.total(centred.square().sum(axes)) / count
             self._remember(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)))
         gain = self.weight.float() * torch.rsqrt(variance.float() + self.eps)
         y = (values - mean.float().view(shape)) * gain.view(shape) + self.bias.float().view(shape)

@@ -56,8 +56,12 @@ class Record:
         return "resumable" if self.config.exists() else "absent"
 
     @contextmanager
-    def opened(self, config: Mapping[str, Any], cosmetic: set[str]) -> Iterator[Record]:
+    def opened(
+        self, config: Mapping[str, Any], cosmetic: set[str], later: Mapping[str, Any] | None = None
+    ) -> Iterator[Record]:
         """Holds the folder for this process and writes config.yaml.
+
+        cosmetic: keys that may change. later: values of keys that folders of older versions lack.
 
         Raises UserError if another process holds it, if it belongs to another configuration (cosmetic keys apart), or
         if it cannot be written.
@@ -79,7 +83,7 @@ class Record:
                 raise UserError(
                     f"{self.folder} is in use by another run; wait for it, or give another folder: out=FOLDER"
                 ) from error
-            self._claim(config, cosmetic)
+            self._claim(config, cosmetic, later or {})
             yield self
         finally:
             with suppress(OSError):  # a full disk has been reported when it mattered
@@ -88,7 +92,7 @@ class Record:
             self._log = None
             lock.close()
 
-    def _claim(self, config: Mapping[str, Any], cosmetic: set[str]) -> None:
+    def _claim(self, config: Mapping[str, Any], cosmetic: set[str], later: Mapping[str, Any]) -> None:
         import yaml
 
         for left_over in self.folder.glob("**/.*.tmp"):
@@ -101,7 +105,7 @@ class Record:
                 raise UserError(
                     f"{self.config} cannot be read ({_reason(error) or 'no mapping'}); give another folder: out=FOLDER"
                 ) from error
-            if changes := differences(before, config, cosmetic):
+            if changes := differences({**later, **before}, config, cosmetic):
                 raise UserError(
                     f"{self.folder} holds a run with another configuration ({'; '.join(changes[:8])}); "
                     "give another folder (out=FOLDER) or the same settings"

@@ -34,6 +34,7 @@ class ContrastiveTask(Task):
 
     def losses(self, batch: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         pictures, captions, scale = self.model(batch["pictures"], batch["words"], batch["lengths"])
+        pictures, captions = self.together(pictures), self.together(captions)
         yield "model", contrastive_loss(scale * (pictures @ captions.T).float())
 
     def size(self, batch: dict[str, Tensor]) -> int:

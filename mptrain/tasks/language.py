@@ -5,7 +5,7 @@ length that start from an empty state. In training the state is carried from win
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,13 @@ class Language(Task):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = (state["output"], state["cell"]) if state else None
+
+    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Each carries the stretches of text it reads."""
+        return {key: torch.cat([state[key] for state in states], dim=1) for key in states[0]}
+
+    def part(self, state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+        return {key: value.tensor_split(size, dim=1)[rank] for key, value in state.items()}
 
 
 def rare_words(words: np.ndarray, vocabulary: int) -> Tensor:

@@ -4,7 +4,7 @@ A task holds its networks and its data, turns a batch into losses and a test set
 number format: whether a matmul ran in FP16 or FP32 is decided around it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ class Task:
     """one entry per optimizer"""
     train_set: Dataset
     test_set: Dataset
+    together: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
+    """all rows of a batch that several processes share, for a loss that looks across it"""
 
     def losses(self, batch: Batch) -> Iterator[tuple[str, Tensor]]:
         """Yields (key of `models`, FP32 scalar mean loss); the loop steps before it asks for the next one."""
@@ -45,6 +47,14 @@ class Task:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
+
+    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """One process's state from those of the processes that shared each batch, in its order."""
+        return states[0]
+
+    def part(self, state: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+        """The state for one of `size` processes; undoes `merged`."""
+        return state
 
     def finish(self, folder: Path) -> None:
         """Writes artefacts of the trained networks, e.g. a picture, into the run's folder."""

@@ -15,12 +15,15 @@ from mptrain.tasks.task import Task
 
 
 class Numbers(Dataset):
-    """`bad` batches of the first epoch (all of every epoch: [-1]) are multiplied by `bad_factor`.
+    """`bad` batches of the first epoch (all of every epoch: [-1]), and its `bad_sample`, are multiplied by
+    `bad_factor`.
 
     A batch is (inputs, labels, its number: 1000 times the epoch, plus the position).
     """
 
     kind = "synthetic"
+
+    bad_sample = -1
 
     def __init__(self, name: str, seed: int, samples: int, noise: float, bad: list[int], bad_factor: float):
         self.name, self.noise, self.bad, self.bad_factor = name, noise, bad, bad_factor
@@ -35,9 +38,11 @@ class Numbers(Dataset):
         x, y = self.x[key.indices], self.y[key.indices]
         if key.train and self.noise:
             x = x + self.noise * torch.randn(x.shape, generator=key.generator())
-        _, epoch, position = key.seed
+        _, epoch, position, *_ = key.seed
         if key.train and (self.bad == [-1] or (epoch == 0 and position in self.bad)):
             x = x * self.bad_factor
+        if key.train and epoch == 0 and self.bad_sample in key.indices:
+            x = torch.where(torch.from_numpy(key.indices == self.bad_sample)[:, None], x * self.bad_factor, x)
         return x, y, 1000 * epoch + position
 
 
@@ -110,6 +115,7 @@ def build(
     nan_metric: bool = False,
     crash_at: int = -1,
     sleep: float = 0.0,
+    bad_sample: int = -1,
 ) -> Tiny:
     if data.name not in ("numbers", "synthetic"):
         raise UserError(f"data={data.name} is unknown; there are numbers, synthetic")
@@ -122,5 +128,6 @@ def build(
     }  # fmt: skip
     task = Tiny({name: perceptron(hidden, depth, norm, dropout) for name in names}, options)
     task.train_set = Numbers(data.name, data.seed, samples, noise, bad or [], bad_factor)
+    task.train_set.bad_sample = bad_sample
     task.test_set = Numbers(data.name, data.seed + 1, 30, 0.0, [], 1.0)
     return task
