@@ -71,8 +71,9 @@ def _opened(record: Record, config: Config, held: ExitStack) -> dict[str, Any] |
 class Run:
     """Everything one run is made of, and the loop over it."""
 
-    def __init__(self, config: Config, record: Record, ranks: parallel.Alone):
-        self.config, self.record, self.ranks = config, record, ranks
+    def __init__(self, config: Config, record: Record, ranks: parallel.Alone | None = None):
+        self.config, self.record = config, record
+        self.ranks = ranks = ranks or parallel.Alone()
         self.started = datetime.now(UTC)
         self.device = hardware.resolve(config.device)
         process.seed_everything(config.seed)
