@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mptrain.errors import UserError
 from mptrain.files import suggest
 from mptrain.options import OPTIMIZERS, SCHEDULES
+from mptrain.paper import Paper
 from mptrain.precision import modes
 from mptrain.precision.modes import Precision
 
@@ -98,7 +99,7 @@ class Config(_Model):
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
     eval: EvalConfig
-    paper: dict[str, Any]
+    paper: Paper
     precision: dict[str, Any]
     scale: float | str | None
     scaling: ScalingConfig
@@ -292,6 +293,8 @@ def _sentence(error: Any) -> str:
     name, given, kind, limits = ".".join(place), error["input"], error["type"], error.get("ctx", {})
     if kind == "missing" or given is None:
         return f"{name} is not set; a recipe sets it (mptrain +recipe=NAME), or give {name}=..."
+    if kind == "value_error":
+        return f"{name}: {limits['error']}"
     if kind == "extra_forbidden":
         return f"{name} is unknown"
     allowed = {

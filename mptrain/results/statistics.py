@@ -104,3 +104,30 @@ def decimals(margin: float | None) -> int:
     if not margin:
         return 4
     return min(8, max(0, 2 - int(f"{margin:e}".split("e")[1])))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The mean of values that vary with the seed, and its intervals of 95 and 90 %; None where one value cannot tell.
+
+    A one-sided test at 5 % rejects a bound exactly when the 90 % interval does not reach it, so TOST is to find this
+    interval between both.
+    """
+
+    n: int
+    mean: float
+    wide: tuple[float, float] | None  # 95 %
+    narrow: tuple[float, float] | None  # 90 %
+
+
+def estimate(values: Sequence[float], exact: bool = False) -> Estimate:
+    """Of at least one finite value; `exact` values do not vary, so that one tells all."""
+    mean = statistics.mean(values)
+    if len(values) == 1:
+        only = (mean, mean) if exact else None
+        return Estimate(1, mean, only, only)
+    from scipy.special import stdtrit
+
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    wide, narrow = (float(stdtrit(len(values) - 1, 1 - tail)) * error for tail in (LEVEL / 2, LEVEL))
+    return Estimate(len(values), mean, (mean - wide, mean + wide), (mean - narrow, mean + narrow))

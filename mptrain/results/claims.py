@@ -1,0 +1,266 @@
+"""Verdicts on the recipes' claims, from records and recipes alone.
+
+Each test says in which region a number has to lie for the claim to be true; the number is estimated from the seeds.
+A claim *shows* if the interval of the number lies inside the region, does *not* show at this size if the 95 % interval
+lies outside of it, and is *undecided* in between or with too few seeds. Inside is asked of the 90 % interval where
+equality is claimed (two one-sided tests at 5 %; Schuirmann 1987), of the 95 % interval elsewhere. A loss that is shown
+to be smaller than the margin of the task does not show, even if it may not be zero.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mptrain import files
+from mptrain.paper import Claim, Paper, paper_of
+from mptrain.results.cells import significant
+from mptrain.results.named import Named, Records, named_runs
+from mptrain.results.quantities import EXACT, quantity
+from mptrain.results.runs import Excluded, Run, find_runs
+from mptrain.results.statistics import Estimate, decimals, estimate
+
+SHOWS, UNDECIDED, NOT_RUN = "shows", "undecided", "not run"
+NOT_AT_THIS_SIZE = "not at this size"  # of a small recipe
+DOES_NOT_SHOW = "does not show"  # of a recipe at the paper's size
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one claim; flat, so that it is a line of a csv."""
+
+    recipe: str
+    where: str  # the paper's table or figure
+    claim: str
+    verdict: str  # shows | not at this size | does not show | undecided | not run
+    numbers: str  # what it follows from, in a sentence
+    test: str  # in words
+    run: str  # the names in the recipe
+    against: str
+    quantity: str
+    number: float | None  # what is tested: a difference, a loss, a share or a ratio
+    low: float | None  # its 95 % interval
+    high: float | None
+    region_low: float | None  # where the number has to lie; None: no bound
+    region_high: float | None
+    seeds: int  # values or pairs that the number is the mean of
+    diverged: int  # seeds of `run` that diverged
+    steps: int | None
+    device: str
+    folders: str  # separated by " | "
+
+
+def verdicts(folders: Iterable[Path | str]) -> list[Verdict]:
+    """One verdict for every claim of every recipe, by recipe; UserError if a folder cannot be read."""
+    return verdicts_of(*find_runs([Path(folder) for folder in folders]))
+
+
+def verdicts_of(runs: list[Run], excluded: list[Excluded], recipes: Iterable[str] | None = None) -> list[Verdict]:
+    """The same from runs that have been read, of all recipes or some."""
+    found = Records(runs, excluded)
+    chosen = list(recipes) if recipes is not None else files.names("recipe")
+    return [_verdict(recipe, claim, found) for recipe in chosen for claim in paper_of(recipe).claims]
+
+
+def _verdict(recipe: str, claim: Claim, found: Records) -> Verdict:
+    members = {name: _members(name, claim, found) for name in [recipe, *claim.recipes]}
+    present = {name: named for name, named in members.items() if all(named.runs[run] for run in claim.runs)}
+    paper = paper_of(recipe)
+    if not present:
+        return _line(recipe, paper, claim, NOT_RUN, _missing(claim, members), None, _region(claim, None), members)
+    values = [value for named in present.values() for value in _values(claim, named)]
+    first = next(iter(present.values())).all[0]
+    region = _region(claim, first)
+    told = estimate(values, exact=claim.of in EXACT) if values else None
+    if claim.test == "ratio" and told is not None:
+        told = _exponential(told)
+    verdict = _decided(claim, present, told, region, first.margin)
+    if verdict == NOT_AT_THIS_SIZE and recipe.endswith("_paper"):
+        verdict = DOES_NOT_SHOW
+    numbers = _numbers(claim, present, told, first)
+    return _line(recipe, paper, claim, verdict, "; ".join([*numbers, *_notes(claim, members)]), told, region, present)
+
+
+def _members(recipe: str, claim: Claim, found: Records) -> Named:
+    known = paper_of(recipe).runs
+    names = [name for name in claim.runs if name in known]
+    named = named_runs(recipe, known, names, found)
+    return Named({name: named.runs.get(name, {}) for name in claim.runs}, named.apart, named.without_result)
+
+
+# The number, and the region it has to lie in.
+
+
+def _values(claim: Claim, named: Named) -> list[float]:
+    """One number a seed, or a pair of seeds: a difference, a loss, a share or the logarithm of a ratio."""
+    own = {seed: quantity(run, claim.of) for seed, run in named.runs[claim.run].items()}
+    if claim.test == "share":
+        return [value for _, value in sorted(own.items()) if value is not None]
+    pairs = []
+    for seed, run in sorted(named.runs.get(claim.against, {}).items()):
+        ours, theirs = own.get(seed), quantity(run, claim.of)
+        if ours is None or theirs is None:
+            continue
+        if claim.test == "ratio":
+            pairs += [math.log(ours / theirs)] if ours > 0 and theirs > 0 else []
+        else:
+            pairs.append((ours - theirs) * (_sign(claim, run) if claim.test in ("worse", "not_worse") else 1))
+    return pairs
+
+
+def _sign(claim: Claim, run: Run) -> int:
+    """Makes a loss of a difference: positive is worse."""
+    return -1 if claim.of == "metric" and run.higher_is_better else 1
+
+
+def _region(claim: Claim, run: Run | None) -> tuple[float | None, float | None]:
+    margin = claim.within if claim.within is not None else run.margin if run else None
+    return {
+        "equal": (None if margin is None else -margin, margin),
+        "not_worse": (None, margin),
+        "worse": (claim.by, None),
+        "diverges": (None, None),
+    }.get(claim.test, (claim.above, claim.below))
+
+
+def _exponential(told: Estimate) -> Estimate:
+    """From the mean of logarithms to the geometric mean of ratios."""
+    wide, narrow = (
+        None if each is None else (math.exp(each[0]), math.exp(each[1])) for each in (told.wide, told.narrow)
+    )
+    return Estimate(told.n, math.exp(told.mean), wide, narrow)
+
+
+# The verdict.
+
+
+def _decided(
+    claim: Claim,
+    present: dict[str, Named],
+    told: Estimate | None,
+    region: tuple[float | None, float | None],
+    margin: float,
+) -> str:
+    own = [run for named in present.values() for run in named.runs[claim.run].values()]
+    other = [run for named in present.values() for run in named.runs.get(claim.against, {}).values()]
+    diverged = sum(run.status == "diverged" for run in own)
+    if claim.test != "share" and any(run.status == "diverged" for run in other):
+        return UNDECIDED
+    if claim.test == "diverges" or (claim.test == "worse" and diverged == len(own)):
+        if not diverged:
+            return NOT_AT_THIS_SIZE
+        return SHOWS if diverged == len(own) > 1 else UNDECIDED
+    if diverged and claim.test in ("equal", "not_worse"):
+        return NOT_AT_THIS_SIZE
+    if told is None or told.wide is None or told.narrow is None:
+        return UNDECIDED
+    low, high = (-math.inf if region[0] is None else region[0]), (math.inf if region[1] is None else region[1])
+    inner = told.narrow if claim.test in ("equal", "not_worse") or None not in region else told.wide
+    if low < inner[0] and inner[1] < high:
+        return SHOWS
+    if claim.test == "worse" and claim.of == "metric":
+        low = max(low, margin)
+    return NOT_AT_THIS_SIZE if told.wide[1] <= low or told.wide[0] >= high else UNDECIDED
+
+
+# The words.
+
+
+def _numbers(claim: Claim, present: dict[str, Named], told: Estimate | None, first: Run) -> list[str]:
+    digits = decimals(first.margin) if claim.of == "metric" else None
+    parts = []
+    if len(present) == 1:
+        (named,) = present.values()
+        parts += [_side(name, claim, named, digits) for name in dict.fromkeys(claim.runs)]
+    if told is None or claim.test == "diverges":
+        return parts
+    what = {"ratio": "ratio", "share": "mean"}.get(claim.test, "loss" if claim.test != "equal" else "difference")
+    over = ("seed" if claim.test == "share" else "pair") + ("s" if told.n > 1 else "")
+    pooled = f" of {len(present)} recipes ({', '.join(present)})" if len(present) > 1 else ""
+    text = f"{what} over {told.n} {over}{pooled}: {_digits(told.mean, digits)}"
+    if told.wide is not None and told.wide[0] != told.wide[1]:
+        text += f", 95 % interval {_digits(told.wide[0], digits)} to {_digits(told.wide[1], digits)}"
+    return [*parts, text]
+
+
+def _side(name: str, claim: Claim, named: Named, digits: int | None) -> str:
+    runs = list(named.runs[name].values())
+    diverged = sum(run.status == "diverged" for run in runs)
+    values = [value for run in runs if (value := quantity(run, claim.of)) is not None]
+    spread = f" ± {_digits(statistics.stdev(values), digits)}" if len(values) > 1 else ""
+    mean = f"{_digits(statistics.mean(values), digits)}{spread} (n={len(values)})" if values else ""
+    return f"{name} " + ", ".join(filter(None, [mean, f"{diverged}/{len(runs)} diverged" if diverged else ""]))
+
+
+def _digits(value: float, digits: int | None) -> str:
+    if digits is not None:
+        return f"{value:.{digits}f}"
+    return f"-{significant(-value)}" if value < 0 else "0" if value == 0 else significant(value)
+
+
+def _missing(claim: Claim, members: dict[str, Named]) -> str:
+    absent = [f"{name} of {recipe}" for recipe, named in members.items() for name in claim.runs if not named.runs[name]]
+    text = f"no result of {', '.join(dict.fromkeys(absent))}"
+    if apart := sum(named.apart.get(name, 0) for named in members.values() for name in dict.fromkeys(claim.runs)):
+        text += f" that may be compared ({apart} differ{'s' if apart == 1 else ''} in settings, length or device)"
+    return "; ".join([text, *_notes(claim, members)])
+
+
+def _notes(claim: Claim, members: dict[str, Named]) -> list[str]:
+    notes = []
+    if claim.recipes:
+        absent = [name for name, named in members.items() if not all(named.runs[run] for run in claim.runs)]
+        notes += [f"not run: {', '.join(absent)}"] if 0 < len(absent) < len(members) else []
+    lost = sum(named.without_result.get(name, 0) for named in members.values() for name in dict.fromkeys(claim.runs))
+    return notes + ([f"{lost} folder{'s' if lost > 1 else ''} without a result"] if lost else [])
+
+
+def in_words(claim: Claim) -> str:
+    """The test as a sentence."""
+    of = "" if claim.of == "metric" else f" {claim.of}"
+    by = "the task's margin" if claim.within is None else f"{claim.within:g}"
+    bounds = [f"{word} {x:g}" for word, x in (("above", claim.above), ("below", claim.below)) if x is not None]
+    return {
+        "equal": f"{claim.run} equals {claim.against} in{of or ' the metric'} within {by} (TOST, paired by seed)",
+        "not_worse": f"{claim.run} is worse than {claim.against} by less than {by} (one-sided, paired by seed)",
+        "worse": f"{claim.run} is worse than {claim.against} by more than {claim.by:g} (95 % interval, paired by seed)",
+        "diverges": f"{claim.run} diverges in every seed, {claim.against} in none",
+        "share": f"{claim.of} of {claim.run} is {' and '.join(bounds)} (over seeds)",
+        "ratio": f"{claim.of} of {claim.run} over that of {claim.against} is {' and '.join(bounds)} (paired by seed)",
+    }[claim.test]
+
+
+def _line(
+    recipe: str,
+    paper: Paper,
+    claim: Claim,
+    verdict: str,
+    numbers: str,
+    told: Estimate | None,
+    region: tuple[float | None, float | None],
+    members: dict[str, Named],
+) -> Verdict:
+    runs = [run for named in members.values() for run in named.all]
+    own = [run for named in members.values() for run in named.runs[claim.run].values()]
+    return Verdict(
+        recipe=recipe,
+        where=paper.where or "",
+        claim=claim.claim,
+        verdict=verdict,
+        numbers=numbers,
+        test=in_words(claim),
+        run=claim.run,
+        against="" if claim.test == "share" else claim.against,
+        quantity="" if claim.test == "diverges" else claim.of,
+        number=told.mean if told else None,
+        low=told.wide[0] if told and told.wide else None,
+        high=told.wide[1] if told and told.wide else None,
+        region_low=region[0],
+        region_high=region[1],
+        seeds=told.n if told else 0,
+        diverged=sum(run.status == "diverged" for run in own),
+        steps=int(runs[0].key["steps"] or 0) if runs else None,
+        device=runs[0].device_name if runs else "",
+        folders=" | ".join(run.folder for run in runs),
+    )

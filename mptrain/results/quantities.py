@@ -1,0 +1,76 @@
+"""Numbers that one run left, by name: for claims about more than the metric.
+
+Everything here is read from files that nobody vouches for; what is missing or malformed is None, and a test that needs
+it has one seed fewer.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mptrain.results.runs import Run
+from mptrain.results.summary import LARGEST_NUMBER, BadSummary, load
+
+LARGEST_LOG = 200_000_000  # bytes of metrics.jsonl
+LAST = 0.1  # share of the logged steps at the end over which the training loss is averaged
+
+EXACT = ("memory",)
+"""Quantities that no seed changes, so that one run decides."""
+
+
+def quantity(run: Run, name: str) -> float | None:
+    """The number of this name, or None.
+
+    metric, throughput, memory (MiB), skipped (share of attempted steps), final scale, training loss (mean over the last
+    tenth of the logged steps), metrics.NAME, counts.DIRECTION.KIND: of all values counted in a direction (forward,
+    grad_input, grad_weight) the share that was zero, or of the nonzero ones the share that was flushed, subnormal or
+    overflowed.
+    """
+    own = {
+        "metric": run.value,
+        "throughput": run.throughput,
+        "memory": run.memory_mib,
+        "skipped": run.skipped / run.attempted if run.attempted else None,
+        "final scale": run.final_scale,
+    }
+    if name in own:
+        return own[name]
+    if name == "training loss":
+        return _training_loss(Path(run.folder) / "metrics.jsonl")
+    kind, _, rest = name.partition(".")
+    try:
+        if kind == "metrics":
+            return _number(load(os.path.join(run.folder, "summary.json")).get("metrics", {}).get(rest))
+        if kind == "counts":
+            return _counted(load(os.path.join(run.folder, "counts.json")), *rest.split("."))
+    except (OSError, BadSummary, AttributeError, TypeError):
+        pass
+    return None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and abs(value) < LARGEST_NUMBER else None
+
+
+def _training_loss(log: Path) -> float | None:
+    losses = []
+    try:
+        if log.stat().st_size > LARGEST_LOG or log.is_symlink():
+            return None
+        with open(log, encoding="utf-8") as lines:
+            for text in lines:
+                line = json.loads(text)
+                if isinstance(line, dict) and (loss := _number(line.get("loss"))) is not None:
+                    losses.append(loss)
+    except (OSError, ValueError, RecursionError):
+        return None
+    last = losses[-max(1, round(LAST * len(losses))) :]
+    return sum(last) / len(last) if last else None
+
+
+def _counted(table: Any, direction: str, kind: str) -> float | None:
+    rows = [row for row in table if isinstance(row, dict) and row.get("direction") == direction]
+    sums = {name: sum(_number(row.get(name)) or 0.0 for row in rows) for name in ("values", "zero", kind)}
+    of = sums["values"] if kind == "zero" else sums["values"] - sums["zero"]
+    return sums[kind] / of if of > 0 else None

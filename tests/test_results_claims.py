@@ -1,0 +1,204 @@
+"""Verdicts from hand-written records: every test, every outcome, recomputed with plain NumPy and SciPy."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_results_table import summary
+
+from mptrain.paper import Claim, Paper
+from mptrain.results import claims
+from mptrain.results.claims import NOT_AT_THIS_SIZE, NOT_RUN, SHOWS, UNDECIDED, verdicts
+from mptrain.results.statistics import estimate, paired_difference
+
+FP32, FP16 = [0.880, 0.884, 0.878], [0.879, 0.886, 0.877]
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch):
+    """Writes runs {name: values by seed} and returns the verdict on one claim; None as a value is a diverged run."""
+    named = {"fp32": ("fp32", "none"), "fp16": ("fp16", "1"), "scaled": ("fp16", "8")}
+    block = {name: {"precision": p, **({} if s == "none" else {"scale": float(s)})} for name, (p, s) in named.items()}
+
+    names = claims.files.names
+    monkeypatch.setattr(claims.files, "names", lambda kind: ["resnet"] if kind == "recipe" else names(kind))
+
+    def verdict(claim, files_of=None, more=None, **values):
+        paper = Paper.model_validate({"where": "table 1", "runs": block, "claims": [{"claim": "So.", **claim}]})
+        monkeypatch.setattr(claims, "paper_of", lambda recipe: paper)
+        for name, results in values.items():
+            precision, scale = named[name]
+            for seed, value in enumerate(results):
+                status = {"status": "diverged", "reason": "NaN"} if value is None else {}
+                record = summary(precision=precision, scale=scale, seed=seed, metric={"value": value}, **status)
+                record = {**record, **((more or {}).get((name, seed)) or {})}
+                folder = tmp_path / f"{name}-{seed}"
+                folder.mkdir()
+                (folder / "summary.json").write_text(json.dumps(record))
+                for file, content in (files_of or {}).get((name, seed), {}).items():
+                    (folder / file).write_text(content)
+        (found,) = verdicts([tmp_path])
+        return found
+
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("fp16", "expected"),
+    [
+        (FP16, SHOWS),
+        ([0.860, 0.863, 0.858], NOT_AT_THIS_SIZE),  # two points below, all alike
+        ([0.850, 0.900, 0.880], UNDECIDED),  # too noisy to say
+        ([0.879], UNDECIDED),  # one seed
+        ([0.879, None, 0.877], NOT_AT_THIS_SIZE),  # a diverged seed is not equal
+    ],
+)
+def test_equal(judge, fp16, expected):
+    found = judge({"test": "equal", "run": "fp16", "within": 0.01}, fp32=FP32, fp16=fp16)
+    assert found.verdict == expected
+    if len(fp16) == 3 and None not in fp16:
+        shift = np.subtract(fp16, FP32)
+        p = max(
+            stats.ttest_1samp(shift, -0.01, alternative="greater").pvalue,
+            stats.ttest_1samp(shift, 0.01, alternative="less").pvalue,
+        )
+        assert (found.verdict == SHOWS) == (p < 0.05)
+        assert found.number == pytest.approx(shift.mean())
+        low, high = stats.t.interval(0.95, 2, shift.mean(), stats.sem(shift))
+        assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+
+
+@pytest.mark.parametrize(
+    ("fp16", "by", "expected"),
+    [
+        ([0.780, 0.784, 0.777], 0.0, SHOWS),
+        ([0.780, 0.784, 0.777], 0.2, NOT_AT_THIS_SIZE),
+        ([0.980, 0.984, 0.977], 0.0, NOT_AT_THIS_SIZE),  # better
+        (FP16, 0.0, NOT_AT_THIS_SIZE),  # smaller than the task's margin of 0.01
+        ([0.780, 0.900, 0.800], 0.0, UNDECIDED),
+        ([0.780], 0.0, UNDECIDED),
+        ([None, None, None], 0.3, SHOWS),
+        ([None], 0.0, UNDECIDED),
+    ],
+)
+def test_worse(judge, fp16, by, expected):
+    assert judge({"test": "worse", "run": "fp16", "by": by}, fp32=FP32, fp16=fp16).verdict == expected
+
+
+def test_worse_of_a_metric_that_should_be_low(judge):
+    def cer(value):
+        return {"metric": {"name": "cer", "value": value, "higher_is_better": False, "margin": 0.01}}
+
+    lower = {("fp32", 0): cer(0.3), ("fp32", 1): cer(0.31), ("fp16", 0): cer(0.4), ("fp16", 1): cer(0.41)}
+    found = judge({"test": "worse", "run": "fp16"}, more=lower, fp32=[0, 0], fp16=[0, 0])
+    assert found.verdict == SHOWS and found.number == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("fp16", "expected"),
+    [
+        ([0.980, 0.984, 0.977], SHOWS),  # better is no objection
+        (FP16, SHOWS),
+        ([0.780, 0.784, 0.777], NOT_AT_THIS_SIZE),
+        ([0.850, 0.900, 0.880], UNDECIDED),
+        ([None, 0.884, 0.878], NOT_AT_THIS_SIZE),
+    ],
+)
+def test_not_worse(judge, fp16, expected):
+    assert judge({"test": "not_worse", "run": "fp16", "within": 0.01}, fp32=FP32, fp16=fp16).verdict == expected
+
+
+@pytest.mark.parametrize(
+    ("fp32", "fp16", "expected"),
+    [
+        (FP32, [None, None], SHOWS),
+        (FP32, [None, 0.1], UNDECIDED),
+        (FP32, [0.1, 0.1], NOT_AT_THIS_SIZE),
+        (FP32, [None], UNDECIDED),
+        ([None, 0.8], [None, None], UNDECIDED),
+    ],
+)
+def test_diverges(judge, fp32, fp16, expected):
+    assert judge({"test": "diverges", "run": "fp16"}, fp32=fp32, fp16=fp16).verdict == expected
+
+
+def test_share_of_what_was_counted(judge):
+    def counts(flushed):
+        rows = [{"layer": "a", "direction": "grad_weight", "values": 100, "zero": 20, "flushed": flushed},
+                {"layer": "b", "direction": "grad_weight", "values": 100, "zero": 80, "flushed": 10},
+                {"layer": "b", "direction": "forward", "values": 100, "zero": 0, "flushed": 100}]  # fmt: skip
+        return {"counts.json": json.dumps(rows)}
+
+    files = {("fp16", 0): counts(10), ("fp16", 1): counts(12), ("fp16", 2): counts(11)}
+    claim = {"test": "share", "run": "fp16", "of": "counts.grad_weight.flushed", "above": 0.05}
+    found = judge(claim, files_of=files, fp16=[0.8, 0.8, 0.8])
+    shares = np.array([20, 22, 21]) / 100
+    assert found.verdict == SHOWS and found.number == pytest.approx(shares.mean()) and found.seeds == 3
+    assert found.low == pytest.approx(stats.t.interval(0.95, 2, shares.mean(), stats.sem(shares))[0])
+
+
+def test_ratio_is_geometric_and_memory_needs_one_seed(judge):
+    memory = {("fp16", 0): {"memory": {"peak_mib": 60.0, "how": "live tensor bytes"}}}
+    found = judge({"test": "ratio", "run": "fp16", "of": "memory", "below": 0.6}, more=memory, fp32=[0.8], fp16=[0.8])
+    assert (found.verdict, found.number, found.seeds) == (SHOWS, 0.5, 1)
+
+
+def test_ratio_between_two_values(judge):
+    claim = {"test": "ratio", "run": "fp16", "of": "metric", "above": 0.98, "below": 1.02}
+    found = judge(claim, fp32=FP32, fp16=FP16)
+    logs = np.log(np.divide(FP16, FP32))
+    assert found.verdict == SHOWS and found.number == pytest.approx(math.exp(logs.mean()))
+
+
+def test_training_loss_is_that_of_the_last_tenth(judge):
+    def log(last):
+        lines = [{"step": step, "loss": 9.0} for step in range(18)] + [
+            {"step": 18, "loss": last},
+            {"step": 19, "loss": last},
+        ]
+        return {"metrics.jsonl": "\n".join(map(json.dumps, lines))}
+
+    files = {("fp32", 0): log(1.0), ("fp32", 1): log(1.1), ("fp16", 0): log(2.0), ("fp16", 1): log(2.2)}
+    found = judge(
+        {"test": "worse", "run": "fp16", "of": "training loss"}, files_of=files, fp32=[0.8, 0.8], fp16=[0.8, 0.8]
+    )
+    assert found.number == pytest.approx(1.05)
+
+
+def test_nothing_is_paired_across_devices_or_lengths(judge):
+    other = {("fp16", seed): {"key": {**summary()["key"], "steps": 599}} for seed in range(3)}
+    found = judge({"test": "equal", "run": "fp16"}, more=other, fp32=FP32, fp16=FP16)
+    assert found.verdict == NOT_RUN
+    assert found.numbers.endswith("of resnet that may be compared (3 differ in settings, length or device)")
+
+
+def test_what_is_missing_is_said(judge, tmp_path):
+    failed = {("fp16", 0): {"status": "failed", "reason": "disk full"}}
+    found = judge({"test": "equal", "run": "fp16"}, more=failed, fp32=FP32, fp16=[0.8])
+    assert found.verdict == NOT_RUN
+    assert found.numbers == "no result of fp16 of resnet; 1 folder without a result"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1", "[[[[", '{"a": 1}', '[{"direction": 3, "values": "x"}]', '[{"direction": "forward"}]']
+)
+def test_rubbish_in_a_folder_is_no_number(judge, text):
+    files = {("fp16", seed): {"counts.json": text, "metrics.jsonl": text, "config.yaml": text} for seed in (0, 1)}
+    claim = {"test": "share", "run": "fp16", "of": "counts.forward.flushed", "above": 0.5}
+    assert judge(claim, files_of=files, fp16=[0.8, 0.8]).verdict == UNDECIDED
+
+
+def test_intervals_agree_with_the_table_s_tost():
+    for margin in (0.004, 0.006, 0.01):
+        told = estimate(list(np.subtract(FP16, FP32)))
+        inside = -margin < told.narrow[0] and told.narrow[1] < margin
+        difference = paired_difference(dict(enumerate(FP16)), dict(enumerate(FP32)), margin)
+        assert inside == (difference.equivalence_p < 0.05)
+        assert told.wide == (pytest.approx(difference.low), pytest.approx(difference.high))
+
+
+def test_claim_in_words():
+    claim = Claim(claim="So.", test="ratio", run="fp16", of="memory", below=0.6)
+    assert claims.in_words(claim) == "memory of fp16 over that of fp32 is below 0.6 (paired by seed)"
