@@ -36,8 +36,8 @@ lint: install  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-reproduce-all: install  ## every small recipe in FP32, BF16 and FP16 (static and dynamic scale), three seeds, and the tables
-	bash scripts/reproduce_all.sh
+reproduce-all: install  ## every run behind the paper's tables and figures at small size, and the verdicts (2 hours on 2 cores)
+	$(BIN)/mptrain reproduce all
 
 clean:  ## remove .venv and everything that runs left, except committed results
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis results/runs results/demo results/sweeps

@@ -24,6 +24,10 @@ from mptrain.errors import UserError
 
 VERBS = {
     "compare": ("mptrain.results.compare:compare", "tables of finished runs beside their FP32 baseline"),
+    "reproduce": (
+        "mptrain.reproduce:reproduce",
+        "every run of the paper's tables and figures, and verdicts on its claims",
+    ),
     "doctor": ("mptrain.doctor:doctor", "what runs natively here, what is emulated, and how fast"),
 }
 

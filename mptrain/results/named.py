@@ -36,6 +36,12 @@ class Records:
         """The runs of a recipe that have a result."""
         return self._runs.get(recipe, [])
 
+    def names(self, run: Run, known: Mapping[str, PaperRun]) -> list[str]:
+        """Which named runs a record is; not those that name less of what it was told than another does."""
+        fits = [name for name, wanted in known.items() if _fits(run, wanted, self)]
+        told = [set(known[name].also) for name in fits]
+        return [name for name in fits if not any(set(known[name].also) < other for other in told)]
+
     def without_result(self, recipe: str, run: PaperRun) -> int:
         """How many folders of this recipe, precision and scale are failed, unfinished or unreadable."""
         wanted = (recipe, run.precision, run.scale_label)
@@ -68,7 +74,8 @@ class Named:
 
 def named_runs(recipe: str, known: Mapping[str, PaperRun], names: Sequence[str], found: Records) -> Named:
     """The records of the recipe that are these runs; a run that was not made has no seeds."""
-    matched = {name: [run for run in found.of(recipe) if _is(run, name, known, found)] for name in names}
+    of = [(run, found.names(run, known)) for run in found.of(recipe)]
+    matched = {name: [run for run, meant in of if name in meant] for name in names}
     contexts = {_context(run) for runs in matched.values() for run in runs}
     choices = [_in_context(matched, known, context) for context in sorted(contexts)]
     nothing: dict[str, Seeds] = {name: {} for name in names}
@@ -87,14 +94,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _is(run: Run, name: str, known: Mapping[str, PaperRun], found: Records) -> bool:
-    """Whether a record is this named run, and no other one that names more of what it was told."""
-    if not _fits(run, known[name], found):
-        return False
-    own = set(known[name].also)
-    return not any(own < set(other.also) and _fits(run, other, found) for other in known.values())
 
 
 def _fits(run: Run, wanted: PaperRun, found: Records) -> bool:

@@ -53,20 +53,31 @@ def _number(value: Any) -> float | None:
     return float(value) if type(value) in (int, float) and abs(value) < LARGEST_NUMBER else None
 
 
+def last_step(folder: Path) -> int:
+    """The last step that a run logged; 0 if none."""
+    steps = [line["step"] for line in _logged(folder / "metrics.jsonl") if type(line.get("step")) is int]
+    return max(steps, default=0)
+
+
 def _training_loss(log: Path) -> float | None:
-    losses = []
-    try:
-        if log.stat().st_size > LARGEST_LOG or log.is_symlink():
-            return None
-        with open(log, encoding="utf-8") as lines:
-            for text in lines:
-                line = json.loads(text)
-                if isinstance(line, dict) and (loss := _number(line.get("loss"))) is not None:
-                    losses.append(loss)
-    except (OSError, ValueError, RecursionError):
-        return None
+    losses = [loss for line in _logged(log) if (loss := _number(line.get("loss"))) is not None]
     last = losses[-max(1, round(LAST * len(losses))) :]
     return sum(last) / len(last) if last else None
+
+
+def _logged(log: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; none if it cannot be read. The last may be cut short by a kill."""
+    lines = []
+    try:
+        if log.is_symlink() or log.stat().st_size > LARGEST_LOG:
+            return []
+        with open(log, encoding="utf-8") as file:
+            for text in file:
+                if isinstance(line := json.loads(text), dict):
+                    lines.append(line)
+    except (OSError, ValueError, RecursionError):
+        pass
+    return lines
 
 
 def _counted(table: Any, direction: str, kind: str) -> float | None:

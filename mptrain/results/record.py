@@ -55,6 +55,19 @@ class Record:
             return str(summary.get("status"))
         return "resumable" if self.config.exists() else "absent"
 
+    def held(self) -> bool:
+        """Whether another process is running it."""
+        import fcntl
+
+        try:
+            with open(self.folder / "lock", "r+") as lock:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
     @contextmanager
     def opened(
         self, config: Mapping[str, Any], cosmetic: set[str], later: Mapping[str, Any] | None = None

@@ -17,4 +17,8 @@ if sys.argv[1:2] == ["--modules"]:
     listing = Path(sys.argv[2])
     del sys.argv[1:3]
     atexit.register(lambda: listing.write_text("\n".join(sys.modules)))
+if sys.argv[1:2] == ["reproduce"]:
+    from mptrain import reproduce
+
+    reproduce.PROGRAM = [sys.executable, str(Path(__file__).parent)]
 sys.exit(cli.main())
