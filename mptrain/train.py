@@ -18,7 +18,7 @@ import torch
 from mptrain import batchnorm, measure, optim, parallel, process, tasks
 from mptrain.config import COSMETIC, Config
 from mptrain.data.dataset import Batch, DataSpec, batches
-from mptrain.data.loader import Loader, mover
+from mptrain.data.loader import Loader, explained, mover
 from mptrain.errors import UserError
 from mptrain.precision import hardware, ran, scaling
 from mptrain.precision.buffers import MovingBuffers
@@ -51,9 +51,10 @@ def train(config: Config) -> dict[str, Any]:
         except parallel.RankLost:
             raise
         except Exception as error:
+            said = explained(error)
             if ranks.leads:
-                _note_failure(record, config, error)
-            raise
+                _note_failure(record, config, said)
+            raise said from error.__cause__
         if ranks.leads:
             print(f"{summary['status']}: {outcome(summary)}  {record.folder}")
     return summary

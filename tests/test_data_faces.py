@@ -75,7 +75,7 @@ def test_errors_of_celeba(celeba, tmp_path):
         load("celeba", folder=celeba)
     (celeba / "list_eval_partition.txt").unlink()
     (celeba / "img_align_celeba" / "000001.jpg").write_bytes(b"broken")
-    with pytest.raises(UserError, match="000001.jpg cannot be read"):
+    with pytest.raises(UserError, match="000001.jpg cannot be decoded"):
         list(batches(load("celeba", folder=celeba)[1], 4))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"has no \*.jpg"):

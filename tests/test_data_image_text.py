@@ -96,7 +96,7 @@ def test_a_folder_with_captions(folder):
 
 def test_errors_of_a_folder(folder):
     (folder / "test" / "1.png").write_bytes(b"no picture")
-    with pytest.raises(UserError, match="1.png cannot be read as a picture"):
+    with pytest.raises(UserError, match="1.png cannot be decoded as a picture"):
         get(load("imagetext", folder=folder)[1], [1], train=False)
     for file in (folder / "test").glob("metadata*"):
         file.unlink()

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from mptrain.data.dataset import Dataset
-from mptrain.data.loader import Loader, mover
+from mptrain.data.loader import Loader, explained, mover
 from mptrain.errors import UserError
 
 
@@ -72,6 +72,27 @@ def test_workers_change_nothing_and_draw_nothing():
     with_workers = taken(Loader(Numbers(10), 4, 1, 0, workers=2), 7)
     assert torch.equal(state, torch.get_rng_state())
     assert same(with_workers, taken(Loader(Numbers(10), 4, 1, 0), 7))
+
+
+class Broken(Numbers):
+    def __getitems__(self, key):
+        if 7 in key.indices:
+            raise UserError("sample 7 cannot be decoded")
+        return super().__getitems__(key)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_broken_sample_is_told_without_the_workers_traceback(workers):
+    with pytest.raises(UserError) as caught:
+        taken(Loader(Broken(10), 4, 1, 0, workers), 4)
+    assert str(caught.value) == "sample 7 cannot be decoded"
+
+
+def test_a_killed_worker_is_explained():
+    said = explained(RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed. "))
+    assert isinstance(said, UserError) and "(pid 12) is killed by signal: Killed)" in str(said)
+    other = RuntimeError("something else")
+    assert explained(other) is other
 
 
 def test_no_data():

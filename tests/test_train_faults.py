@@ -4,8 +4,10 @@ import contextlib
 import errno
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,43 @@ def test_a_progress_bar_on_a_terminal(tmp_path):
     assert process.wait(60) == 0, shown.decode()
     assert b"12/12" in shown and b"loss" in shown and b"finished: accuracy" in shown
     assert Record(tmp_path / "run").state() == "finished"
+
+
+def test_workers_change_no_bit(tmp_path):
+    options = {
+        "task__noise": 0.1,
+        "task__norm": True,
+        "task__dropout": 0.2,
+        "accumulate": 2,
+        "steps": 12,
+        "log_every": 1,
+    }
+    for workers in (0, 2):
+        train(settings(out=str(tmp_path / str(workers)), workers=workers, **options))
+    assert same_bits(weights(tmp_path / "0"), weights(tmp_path / "2"))
+    assert (tmp_path / "0" / "metrics.jsonl").read_bytes() == (tmp_path / "2" / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_cannot_be_read(tmp_path, workers):
+    process = started(command, [*OPTIONS, "task.broken=3", f"workers={workers}", "tensorboard=false"], "said")
+    process.join(60)
+    assert process.exitcode == 1
+    assert (tmp_path / "said").read_text() == "mptrain: sample 3 cannot be read; replace it\n"
+
+
+def test_a_killed_loader_process(tmp_path):
+    """One message; the next time it goes on from the checkpoint."""
+    arguments = [*OPTIONS, "workers=1", "tensorboard=false", "steps=60", "task.sleep=0.05"]
+    process = started(command, arguments, "said")
+    while not list(tmp_path.glob("run/checkpoints/*.pt")):
+        assert process.is_alive()
+        time.sleep(0.01)
+    for worker in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        os.kill(int(worker), signal.SIGKILL)
+    process.join(60)
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == 1 and "a loader process was killed" in said and "Traceback" not in said, said
+    process = started(command, arguments, "again")
+    process.join(60)
+    assert process.exitcode == 0 and "resuming after step" in (tmp_path / "again").read_text()

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mptrain.data.dataset import BatchKey, Dataset, DataSpec
 from mptrain.data.emoji import read_emoji
+from mptrain.data.pictures import decode
 from mptrain.errors import UserError
 
 CAT_FACES = "cat-face"
@@ -79,11 +80,7 @@ def with_noise(pictures: Tensor, key: BatchKey, noise: int) -> dict[str, Tensor]
 
 def open_square(file: Path, size: int, mode: str, box: tuple[int, int, int, int] | None = None) -> Tensor:
     """The middle square of a picture (or `box`), resized -> (channels, size, size) uint8; UserError if it is broken."""
-    try:
-        with Image.open(file) as opened:
-            picture = opened.convert(mode)
-    except OSError as error:
-        raise UserError(f"{file} cannot be read as a picture ({error}); remove or replace it") from error
+    picture = decode(file, str(file), mode)
     side = min(picture.size)
     left, top = (picture.width - side) // 2, (picture.height - side) // 2
     picture = picture.crop(box or (left, top, left + side, top + side)).resize((size, size), Image.Resampling.LANCZOS)

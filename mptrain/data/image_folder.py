@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from mptrain.data.pictures import decode
 from mptrain.errors import UserError
 
 HUB = "jxie/flickr8k"
@@ -37,7 +38,7 @@ def part(folder: Path, size: int) -> Captioned:
     rows = metadata(folder)
     files = [folder / row["file_name"] for row in rows]
     captions = [row["text"] if "text" in row else row["caption"] for row in rows]
-    return lambda i: square(files[i], size), captions
+    return lambda i: square(files[i], size, str(files[i])), captions
 
 
 def metadata(folder: Path) -> list[dict[str, str]]:
@@ -53,19 +54,12 @@ def metadata(folder: Path) -> list[dict[str, str]]:
     return rows
 
 
-def square(file: Path | io.BytesIO, size: int) -> Tensor:
+def square(file: Path | io.BytesIO, size: int, where: str) -> Tensor:
     """The middle square, resized; UserError if it is not a picture."""
-    try:
-        with Image.open(file) as opened:
-            return to_square(opened, size)
-    except OSError as error:
-        raise UserError(
-            f"{file} cannot be read as a picture ({error}); remove it from the metadata or replace it"
-        ) from error
+    return to_square(decode(file, where, "RGB"), size)
 
 
-def to_square(opened: Image.Image, size: int) -> Tensor:
-    picture = opened.convert("RGB")
+def to_square(picture: Image.Image, size: int) -> Tensor:
     side = min(picture.size)
     left, top = (picture.width - side) // 2, (picture.height - side) // 2
     picture = picture.crop((left, top, left + side, top + side)).resize((size, size), Image.Resampling.BICUBIC)
@@ -85,5 +79,9 @@ def hub(size: int) -> tuple[Captioned, Captioned]:
 
 
 def hub_part(rows, size: int) -> Captioned:
+    import datasets
+
     caption = next(name for name in ("caption_0", "caption", "text") if name in rows.column_names)
-    return lambda i: to_square(rows[i]["image"], size), list(rows[caption])
+    encoded = rows.cast_column("image", datasets.Image(decode=False))
+    where = f"picture %d of {HUB}"
+    return lambda i: square(io.BytesIO(encoded[i]["image"]["bytes"]), size, where % i), list(rows[caption])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mptrain.data.crops import ENLARGEMENT, centred, resized_crop
 from mptrain.data.dataset import BatchKey, Dataset, DataSpec
+from mptrain.data.pictures import decode
 from mptrain.errors import UserError
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -153,11 +154,7 @@ class DecodedPictures(Dataset):
 
     def square(self, index: int, rng: np.random.Generator | None) -> np.ndarray:
         encoded, where = self.source.read(index)
-        try:
-            with Image.open(encoded) as opened:
-                picture = opened.convert("L" if self.channels == 1 else "RGB")
-        except (OSError, SyntaxError, ValueError) as error:
-            raise UserError(f"{where} cannot be decoded ({error}); remove it or replace it with a good copy") from error
+        picture = decode(encoded, where, "L" if self.channels == 1 else "RGB")
         return np.asarray(cut(picture, self.image_size, self.augment, rng))
 
 

@@ -79,9 +79,12 @@ class Loader:
     def _fetch(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         if self.workers == 0:
             return (self.dataset.__getitems__(key) for key in keys)
-        return iter(
+        return self._fetch_by_workers(keys)
+
+    def _fetch_by_workers(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
+        fetched = iter(
             DataLoader(
-                self.dataset,  # type: ignore[arg-type]
+                _Telling(self.dataset),  # type: ignore[arg-type]
                 batch_sampler=keys,  # type: ignore[arg-type]
                 collate_fn=_as_is,
                 num_workers=self.workers,
@@ -90,12 +93,39 @@ class Loader:
                 generator=torch.Generator(),  # else it would draw from the generator that training draws from
             )
         )
+        for batch in fetched:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.epoch, self.position = state["epoch"], state["position"]
+
+
+def explained(error: Exception) -> Exception:
+    """The error itself, or what it means if torch reports that a loader process was killed, which it does anywhere."""
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        return UserError(
+            f"a loader process was killed ({str(error).strip().rstrip('.')}), perhaps for want of memory; "
+            "give fewer workers=; the same command goes on from the last checkpoint"
+        )
+    return error
+
+
+class _Telling:
+    """Brings home what a loader process has to say to the user; torch would hide it in a traceback."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+
+    def __getitems__(self, key: BatchKey) -> Batch | UserError:
+        try:
+            return self.dataset.__getitems__(key)
+        except UserError as error:
+            return error
 
 
 def _as_is(batch: Batch) -> Batch:

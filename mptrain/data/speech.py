@@ -28,6 +28,9 @@ from mptrain.data.dataset import BatchKey, Dataset, DataSpec
 from mptrain.data.sequences import bucketed, padded, tell_left_out
 from mptrain.errors import UserError
 
+LONGEST = 3600
+"""Seconds of a clip; a broken header may claim any length, which would be allocated before it is read."""
+
 READ_AHEAD = 2_000_000
 """Sets with fewer frames than this (about 5 hours) are turned into spectrograms once, at the start."""
 
@@ -75,6 +78,8 @@ class Speech(Dataset):
     def _frames(self, clip: Clip) -> int:
         try:
             with open_sound(clip.sound) as file:
+                if file.frames > LONGEST * file.samplerate:
+                    return self._leave_out(clip, f"it claims to last {file.frames / file.samplerate / 3600:.1f} hours")
                 frames = self.spectrogram.frames(file.frames, file.samplerate)
         except (soundfile.LibsndfileError, OSError) as error:
             return self._leave_out(clip, f"its sound cannot be read ({error})")

@@ -7,7 +7,6 @@
 The paper trains SSD on trainval of 2007 and 2012, Faster R-CNN on trainval of 2007, and tests both on test of 2007.
 """
 
-import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torchvision.tv_tensors import BoundingBoxes
 from torchvision.tv_tensors import Image as PictureTensor
 
 from mptrain.data.boxes import MEAN, DetectionSet, Sample, flipped, inside
+from mptrain.data.pictures import decode
 from mptrain.errors import UserError
 
 CLASSES = (
@@ -66,12 +66,7 @@ def required(element: ElementTree.Element, path: str) -> str:
 
 def open_picture(path: Path, name: str) -> np.ndarray:
     """Decodes a picture file, grey ones too, to (height, width, 3) bytes. Raises UserError if damaged or missing."""
-    try:
-        with warnings.catch_warnings(), Image.open(path) as image:
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            return np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"the picture {name} cannot be read: {error}; get the file {path} again") from error
+    return np.asarray(decode(path, f"the picture {name} ({path})", "RGB"))
 
 
 class Photographs(DetectionSet):

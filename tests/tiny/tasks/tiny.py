@@ -24,6 +24,8 @@ class Numbers(Dataset):
     kind = "synthetic"
 
     bad_sample = -1
+    broken = -1
+    """a sample that cannot be read"""
 
     def __init__(self, name: str, seed: int, samples: int, noise: float, bad: list[int], bad_factor: float):
         self.name, self.noise, self.bad, self.bad_factor = name, noise, bad, bad_factor
@@ -35,6 +37,8 @@ class Numbers(Dataset):
         return len(self.x)
 
     def __getitems__(self, key: BatchKey) -> Batch:
+        if self.broken in key.indices:
+            raise UserError(f"sample {self.broken} cannot be read; replace it")
         x, y = self.x[key.indices], self.y[key.indices]
         if key.train and self.noise:
             x = x + self.noise * torch.randn(x.shape, generator=key.generator())
@@ -116,6 +120,7 @@ def build(
     crash_at: int = -1,
     sleep: float = 0.0,
     bad_sample: int = -1,
+    broken: int = -1,
 ) -> Tiny:
     if data.name not in ("numbers", "synthetic"):
         raise UserError(f"data={data.name} is unknown; there are numbers, synthetic")
@@ -128,6 +133,6 @@ def build(
     }  # fmt: skip
     task = Tiny({name: perceptron(hidden, depth, norm, dropout) for name in names}, options)
     task.train_set = Numbers(data.name, data.seed, samples, noise, bad or [], bad_factor)
-    task.train_set.bad_sample = bad_sample
+    task.train_set.bad_sample, task.train_set.broken = bad_sample, broken
     task.test_set = Numbers(data.name, data.seed + 1, 30, 0.0, [], 1.0)
     return task
