@@ -86,7 +86,9 @@ class Claim(_Model):
 
     @model_validator(mode="after")
     def _fits_its_test(self) -> Claim:
-        given = self.model_fields_set - {"claim", "test", "run", "recipes"}
+        fields = {name: field.default for name, field in type(self).model_fields.items()}
+        given = {name for name, default in fields.items() if getattr(self, name) != default} - {"claim", "test", "run"}
+        given.discard("recipes")
         if superfluous := sorted(given - TAKES[self.test]):
             raise ValueError(f"test {self.test} takes {', '.join(sorted(TAKES[self.test]))}, not {superfluous[0]}")
         if self.test in ("share", "ratio") and self.above is None and self.below is None:
