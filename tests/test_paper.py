@@ -23,7 +23,7 @@ def test_every_recipe_s_block_is_sound(recipe):
     [
         ({"test": "equal", "above": 1.0}, "test equal takes against, of, within, not above"),
         ({"test": "share", "of": "memory"}, "test share needs above or below"),
-        ({"test": "share", "of": "memory", "above": 1.0, "against": "fp32"}, "takes above, below, of, not against"),
+        ({"test": "share", "of": "memory", "above": 1.0, "against": "bf16"}, "takes above, below, of, not against"),
         ({"test": "worse", "of": "memory"}, "test worse is of metric or training loss; compare memory with test ratio"),
         ({"test": "equal", "within": 0.0}, "greater than 0"),
         ({"test": "better"}, "should be 'equal'"),
