@@ -520,6 +520,38 @@ def test_two_folders_of_different_commits_stay_apart_and_pair_up(tmp_path, capsy
     assert read_csv((tmp_path / "t-between.csv").read_text(), Pair) == pairs
 
 
+@pytest.mark.parametrize(
+    ("values", "change", "regressions"),
+    [
+        ((0.884, 0.880, 0.888), {}, ""),
+        ((0.874, 0.870, 0.878), {}, "worse by 0.0100"),  # Welch: -.0100 +- .0091
+        ((0.877, 0.873, 0.881), {}, ""),  # the same by .0070: within noise
+        ((0.954, 0.950, 0.958), {}, ""),  # better
+        ((0.873,), {}, "worse by 0.0110"),  # one seed: more than the margin of .01
+        ((0.875,), {}, ""),
+        ((None, 0.880, 0.888), {}, "1/3 diverged"),
+        ((None, None), {}, "2/2 diverged"),
+        ((0.884, 0.880, 0.888), {"throughput": {"value": 1500.0}}, "slower: 0.75x"),
+        ((0.884, 0.880, 0.888), {"throughput": {"value": 1700.0}}, ""),
+        ((0.884, 0.880, 0.888), {"memory": {"peak_mib": 132.0}}, "more memory: 1.10x"),
+        ((0.884, 0.880, 0.888), {"throughput": {"value": 1500.0}, "environment": {"device_name": "Arm"}}, ""),
+        ((0.774, 0.770, 0.778), {"memory": {"peak_mib": 240.0}}, "worse by 0.1100; more memory: 2.00x"),
+    ],
+)
+def test_regressions_beyond_noise_are_marked_and_end_with_status_3(tmp_path, capsys, values, change, regressions):
+    for seed, value in enumerate((0.884, 0.880, 0.888)):
+        put(tmp_path / "a" / str(seed), summary(seed=seed, metric={"value": value}))
+    for seed, value in enumerate(values):
+        diverged = {} if value is not None else {"status": "diverged", "reason": "NaN"}
+        put(tmp_path / "b" / str(seed), summary(seed=seed, metric={"value": value}, **diverged, **change))
+    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
+    (pair,), _ = pair_up(*(build_table(*find_runs([tmp_path / name])) for name in "ab"))
+    assert pair.regressions == regressions
+    assert compare([*folders, "--between"]) == (3 if regressions else 0)
+    assert compare(folders) == 0
+    assert compare(["--help"]) == 0 and "3 if --between marks a regression" in capsys.readouterr().out
+
+
 def test_between_asks_for_two_folders(tmp_path, capsys):
     assert compare([str(tmp_path), "--between"]) == 1
     assert capsys.readouterr().err.startswith("--between takes two folders, got 1")

@@ -2,6 +2,10 @@
 
 Here the machine may differ, and nothing else: recipe, data, steps, batch and settings have to be equal, and precision
 and scale too. A row of one folder that has no partner in the other is listed.
+
+The second folder is what is judged. A pair is marked as a regression if seeds diverge that did not; if the metric is
+worse and the 95 % interval of the difference (Welch) excludes zero, or, where one seed tells no noise, if it is worse
+by more than the task's margin; and, on the same device, if it is a fifth slower or takes a twentieth more memory.
 """
 
 import json
@@ -11,10 +15,12 @@ from dataclasses import dataclass
 from mptrain.results.cells import arithmetic, ratio, significant
 from mptrain.results.document import Block, Cell, Column
 from mptrain.results.row import Group, Row, Table
-from mptrain.results.statistics import decimals
+from mptrain.results.statistics import Spread, between_means, decimals
 from mptrain.results.words import subtitle, title
 
 MACHINE = ("device", "device name", "torch")
+SLOWER = 0.8  # of the first throughput: on a shared machine ratios wobble by a tenth
+LARGER = 1.05  # of the first memory, which hardly varies
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class Pair:
     second_machine: str
     first_arithmetic: str
     second_arithmetic: str
+    regressions: str  # separated by "; "
 
 
 def pair_up(first: Table, second: Table) -> tuple[list[Pair], list[str]]:
@@ -100,7 +107,47 @@ def _pair(first: tuple[Group, Row], second: tuple[Group, Row]) -> Pair:
         second_machine=_machine(two_group),
         first_arithmetic=_arithmetic(one),
         second_arithmetic=_arithmetic(two),
+        regressions="; ".join(_regressions(one, two)),
     )
+
+
+def _regressions(one: Row, two: Row) -> list[str]:
+    """What is worse in the second row, beyond noise."""
+    found = []
+    if _share(two) > _share(one):
+        found.append(f"{two.diverged}/{(two.finished or 0) + (two.diverged or 0)} diverged")
+    if (loss := _loss(one, two)) is not None:
+        found.append(f"worse by {loss:.{decimals(one.margin)}f}")
+    if one.device_name == two.device_name:
+        speed = _quotient(two.throughput, one.throughput) if one.throughput_unit == two.throughput_unit else None
+        memory = _quotient(two.memory_mib, one.memory_mib) if one.memory_how == two.memory_how else None
+        found += [f"slower: {ratio(speed)}"] if speed is not None and speed < SLOWER else []
+        found += [f"more memory: {ratio(memory)}"] if memory is not None and memory > LARGER else []
+    return found
+
+
+def _share(row: Row) -> float:
+    seeds = (row.finished or 0) + (row.diverged or 0)
+    return (row.diverged or 0) / seeds if seeds else 0.0
+
+
+def _loss(one: Row, two: Row) -> float | None:
+    """By how much the second metric is worse, if that is beyond noise."""
+    first, second = _spread(one), _spread(two)
+    if first is None or second is None:
+        return None
+    sign = -1 if one.higher_is_better else 1
+    loss = sign * (second.mean - first.mean)
+    interval = between_means(first, second)
+    if interval is None:
+        return loss if loss > (one.margin or 0.0) else None
+    return loss if min(sign * interval[0], sign * interval[1]) > 0 else None
+
+
+def _spread(row: Row) -> Spread | None:
+    if row.mean is None or row.minimum is None or row.median is None or row.maximum is None:
+        return None
+    return Spread(row.finished or 0, row.mean, row.sd, row.minimum, row.median, row.maximum)
 
 
 def _quotient(over: float | None, under: float | None) -> float | None:
@@ -126,6 +173,7 @@ def between_blocks(pairs: list[Pair], first: str, second: str) -> list[Block]:
         Column("first", "seeds", number=True),
         Column("second", "seeds", number=True),
         Column("difference", "ratio", number=True),
+        Column("regression", least=10),
         Column("throughput", "first / second", number=True),
         Column("ratio", number=True),
         Column("memory", "first / second", "drop", number=True),
@@ -157,6 +205,7 @@ def _cells(pair: Pair) -> list[Cell]:
         mean(pair.first_mean, pair.first_seeds),
         mean(pair.second_mean, pair.second_seeds),
         Cell("") if pair.difference is None else Cell(f"{pair.difference:+.{digits}f}", ratio(pair.metric_ratio)),
+        Cell(pair.regressions or "none", tone="bad" if pair.regressions else "quiet"),
         Cell(two(pair.first_throughput, pair.second_throughput), pair.throughput_unit),
         Cell(ratio(pair.throughput_ratio)),
         Cell(two(pair.first_memory_mib, pair.second_memory_mib), "MiB" if pair.first_memory_mib else ""),

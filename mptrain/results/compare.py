@@ -18,6 +18,8 @@ from mptrain.results.terminal import print_document
 from mptrain.results.webpage import webpage
 from mptrain.results.words import document_of
 
+REGRESSION = 3  # exit status
+
 DESCRIPTION = """\
 Print the runs found below the folders as tables: one table for each set of runs that may be compared (same recipe,
 data, steps, batch size, settings, device and torch version), one line for each precision and loss scale, each beside
@@ -32,7 +34,12 @@ how to read it:
   ratio       throughput or peak memory over that of FP32; n/a where one of the two was not measured
   arithmetic  native or emulated, and the dtypes of matrix products, softmax, norms and loss
 
-exit status: 0 with a table; 1 if there is nothing to compare or a folder cannot be read; 2 for a wrong option"""
+  regression  with --between: what is worse in the second folder, beyond noise: more seeds diverged; a worse metric
+              whose 95 % interval excludes zero (with one seed: by more than the task's margin); on the same device
+              a fifth slower, or a twentieth more memory
+
+exit status: 0 with a table; 1 if there is nothing to compare or a folder cannot be read; 2 for a wrong option;
+3 if --between marks a regression"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def compare(argv: list[str]) -> int:
-    """Run the command; the exit status is 0 with a table, 1 with nothing to compare, 2 for a wrong option."""
+    """Run the command; the exit status is 0, 1 with nothing to compare, 2 for a wrong option, 3 for a regression."""
     try:
         options = parser().parse_args(argv)
     except SystemExit as stop:  # --help, or an option that argparse has explained already
@@ -83,9 +90,11 @@ def _compare(options: argparse.Namespace) -> int:
         )
     table = build_table(runs, excluded, options.baseline)
     document = document_of(table)
+    regressed = False
     if options.between:
         first, second = (build_table(*find_runs([folder]), options.baseline) for folder in folders)
         pairs, alone = pair_up(first, second)
+        regressed = any(pair.regressions for pair in pairs)
         blocks = between_blocks(pairs, *(clean(str(folder)) for folder in folders))
         lists = {**document.lists, **({"In one of the two folders only": alone} if alone else {})}
         document = Document(document.blocks + blocks, lists)
@@ -100,7 +109,7 @@ def _compare(options: argparse.Namespace) -> int:
     print_document(document)
     if not table.groups:
         raise UserError(f"No run in {names} has a result to compare; the list above says why.")
-    return 0
+    return REGRESSION if regressed else 0
 
 
 def _write(file: str, text: str) -> None:

@@ -131,3 +131,18 @@ def estimate(values: Sequence[float], exact: bool = False) -> Estimate:
     error = statistics.stdev(values) / math.sqrt(len(values))
     wide, narrow = (float(stdtrit(len(values) - 1, 1 - tail)) * error for tail in (LEVEL / 2, LEVEL))
     return Estimate(len(values), mean, (mean - wide, mean + wide), (mean - narrow, mean + narrow))
+
+
+def between_means(first: Spread, second: Spread) -> tuple[float, float] | None:
+    """95 % interval of the second mean minus the first, of independent seeds (Welch); None with one seed on a side."""
+    if first.sd is None or second.sd is None:
+        return None
+    errors = [spread.sd**2 / spread.n for spread in (first, second) if spread.sd is not None]
+    error, difference = sum(errors), second.mean - first.mean
+    if error == 0:
+        return difference, difference
+    from scipy.special import stdtrit
+
+    freedom = error**2 / sum(e**2 / (s.n - 1) for e, s in zip(errors, (first, second), strict=True))
+    half = float(stdtrit(freedom, 1 - LEVEL / 2)) * math.sqrt(error)
+    return difference - half, difference + half
