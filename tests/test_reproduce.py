@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mptrain import files
 from mptrain.cli import main
 from mptrain.errors import UserError
-from mptrain.reproduce import reproduce
+from mptrain.paper import paper_of
+from mptrain.plan import plan
+from mptrain.reproduce import BUDGET, reproduce
 
 TINY = Path(__file__).parent / "tiny"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -136,3 +139,14 @@ def test_killed_in_the_middle_and_started_again_loses_nothing(tiny, number):
     after = summaries(runs)
     assert len(after) == 6 and {name: after[name] for name in kept} == kept
     assert f"[{6 - len(kept)}/{6 - len(kept)}]" in out
+
+
+def test_every_run_of_every_recipe_is_a_valid_command_and_all_fit_the_budget():
+    small = plan(
+        [name for name in files.names("recipe") if not name.endswith("_paper")], None, ["threads=1"], quick=True
+    )
+    large = plan([name for name in files.names("recipe") if name.endswith("_paper")], 1, [], quick=False)
+    assert {each.recipe for each in large} >= {"ssd_paper", "resnet50_paper", "speech_mandarin_paper"}
+    assert len({each.job.folder for each in small}) == len(small)
+    seconds = [paper_of(each.recipe).runs[each.run].seconds for each in small]
+    assert sum(known for known in seconds if known) / 2 < BUDGET
