@@ -38,8 +38,11 @@ TAKES: dict[str, set[str]] = {
 ORDERED = ("metric", "training loss")
 """Quantities of which it is known whether more is better: the only ones that can be worse."""
 
-QUANTITIES = """metric | training loss | throughput | memory | skipped | final scale | metrics.NAME |
-counts.DIRECTION.KIND (of a run with count=true)"""
+QUANTITY = (
+    r"metric|training loss|throughput|memory|skipped|final scale|seconds|metrics\.\w+|"
+    r"counts\.(forward|grad_input|grad_weight)\.(zero|flushed|subnormal|overflowed)"
+)
+"""What a claim can be about; mptrain/results/quantities.py says what each is."""
 
 
 class _Model(BaseModel):
@@ -77,7 +80,7 @@ class Claim(_Model):
     test: Literal["equal", "not_worse", "worse", "diverges", "share", "ratio"]
     run: Text
     against: Text = "fp32"
-    of: Text = "metric"
+    of: Annotated[str, Field(pattern=f"^({QUANTITY})$")] = "metric"
     within: Positive | None = None  # the margin; unset: the one that the task states
     by: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     above: Number | None = None
@@ -93,7 +96,7 @@ class Claim(_Model):
             raise ValueError(f"test {self.test} takes {', '.join(sorted(TAKES[self.test]))}, not {superfluous[0]}")
         if self.test in ("share", "ratio") and self.above is None and self.below is None:
             raise ValueError(f"test {self.test} needs above or below")
-        if "within" in TAKES[self.test] and self.of not in ORDERED or self.test == "worse" and self.of not in ORDERED:
+        if self.test in ("equal", "not_worse", "worse") and self.of not in ORDERED:
             raise ValueError(f"test {self.test} is of {' or '.join(ORDERED)}; compare {self.of} with test ratio")
         return self
 

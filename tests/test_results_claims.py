@@ -10,6 +10,7 @@ from test_results_table import summary
 
 from mptrain.paper import Claim, Paper
 from mptrain.results import claims
+from mptrain.results.claim_words import in_words
 from mptrain.results.claims import NOT_AT_THIS_SIZE, NOT_RUN, SHOWS, UNDECIDED, verdicts
 from mptrain.results.statistics import estimate, paired_difference
 
@@ -201,4 +202,4 @@ def test_intervals_agree_with_the_table_s_tost():
 
 def test_claim_in_words():
     claim = Claim(claim="So.", test="ratio", run="fp16", of="memory", below=0.6)
-    assert claims.in_words(claim) == "memory of fp16 over that of fp32 is below 0.6 (paired by seed)"
+    assert in_words(claim) == "memory of fp16 over that of fp32 is below 0.6 (paired by seed)"

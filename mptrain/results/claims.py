@@ -8,18 +8,17 @@ to be smaller than the margin of the task does not show, even if it may not be z
 """
 
 import math
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mptrain import files
 from mptrain.paper import Claim, Paper, paper_of
-from mptrain.results.cells import significant
+from mptrain.results.claim_words import in_words, missing, notes, numbers
 from mptrain.results.named import Named, Records, named_runs
 from mptrain.results.quantities import EXACT, quantity
 from mptrain.results.runs import Excluded, Run, find_runs
-from mptrain.results.statistics import Estimate, decimals, estimate
+from mptrain.results.statistics import Estimate, estimate
 
 SHOWS, UNDECIDED, NOT_RUN = "shows", "undecided", "not run"
 NOT_AT_THIS_SIZE = "not at this size"  # of a small recipe
@@ -68,7 +67,7 @@ def _verdict(recipe: str, claim: Claim, found: Records) -> Verdict:
     present = {name: named for name, named in members.items() if all(named.runs[run] for run in claim.runs)}
     paper = paper_of(recipe)
     if not present:
-        return _line(recipe, paper, claim, NOT_RUN, _missing(claim, members), None, _region(claim, None), members)
+        return _line(recipe, paper, claim, NOT_RUN, missing(claim, members), None, _region(claim, None), members)
     values = [value for named in present.values() for value in _values(claim, named)]
     first = next(iter(present.values())).all[0]
     region = _region(claim, first)
@@ -78,8 +77,8 @@ def _verdict(recipe: str, claim: Claim, found: Records) -> Verdict:
     verdict = _decided(claim, present, told, region, first.margin)
     if verdict == NOT_AT_THIS_SIZE and recipe.endswith("_paper"):
         verdict = DOES_NOT_SHOW
-    numbers = _numbers(claim, present, told, first)
-    return _line(recipe, paper, claim, verdict, "; ".join([*numbers, *_notes(claim, members)]), told, region, present)
+    text = "; ".join([*numbers(claim, present, told, first), *notes(claim, members)])
+    return _line(recipe, paper, claim, verdict, text, told, region, present)
 
 
 def _members(recipe: str, claim: Claim, found: Records) -> Named:
@@ -162,73 +161,6 @@ def _decided(
     if claim.test == "worse" and claim.of == "metric":
         low = max(low, margin)
     return NOT_AT_THIS_SIZE if told.wide[1] <= low or told.wide[0] >= high else UNDECIDED
-
-
-# The words.
-
-
-def _numbers(claim: Claim, present: dict[str, Named], told: Estimate | None, first: Run) -> list[str]:
-    digits = decimals(first.margin) if claim.of == "metric" else None
-    parts = []
-    if len(present) == 1:
-        (named,) = present.values()
-        parts += [_side(name, claim, named, digits) for name in dict.fromkeys(claim.runs)]
-    if told is None or claim.test == "diverges":
-        return parts
-    what = {"ratio": "ratio", "share": "mean"}.get(claim.test, "loss" if claim.test != "equal" else "difference")
-    over = ("seed" if claim.test == "share" else "pair") + ("s" if told.n > 1 else "")
-    pooled = f" of {len(present)} recipes ({', '.join(present)})" if len(present) > 1 else ""
-    text = f"{what} over {told.n} {over}{pooled}: {_digits(told.mean, digits)}"
-    if told.wide is not None and told.wide[0] != told.wide[1]:
-        text += f", 95 % interval {_digits(told.wide[0], digits)} to {_digits(told.wide[1], digits)}"
-    return [*parts, text]
-
-
-def _side(name: str, claim: Claim, named: Named, digits: int | None) -> str:
-    runs = list(named.runs[name].values())
-    diverged = sum(run.status == "diverged" for run in runs)
-    values = [value for run in runs if (value := quantity(run, claim.of)) is not None]
-    spread = f" ± {_digits(statistics.stdev(values), digits)}" if len(values) > 1 else ""
-    mean = f"{_digits(statistics.mean(values), digits)}{spread} (n={len(values)})" if values else ""
-    return f"{name} " + ", ".join(filter(None, [mean, f"{diverged}/{len(runs)} diverged" if diverged else ""]))
-
-
-def _digits(value: float, digits: int | None) -> str:
-    if digits is not None:
-        return f"{value:.{digits}f}"
-    return f"-{significant(-value)}" if value < 0 else "0" if value == 0 else significant(value)
-
-
-def _missing(claim: Claim, members: dict[str, Named]) -> str:
-    absent = [f"{name} of {recipe}" for recipe, named in members.items() for name in claim.runs if not named.runs[name]]
-    text = f"no result of {', '.join(dict.fromkeys(absent))}"
-    if apart := sum(named.apart.get(name, 0) for named in members.values() for name in dict.fromkeys(claim.runs)):
-        text += f" that may be compared ({apart} differ{'s' if apart == 1 else ''} in settings, length or device)"
-    return "; ".join([text, *_notes(claim, members)])
-
-
-def _notes(claim: Claim, members: dict[str, Named]) -> list[str]:
-    notes = []
-    if claim.recipes:
-        absent = [name for name, named in members.items() if not all(named.runs[run] for run in claim.runs)]
-        notes += [f"not run: {', '.join(absent)}"] if 0 < len(absent) < len(members) else []
-    lost = sum(named.without_result.get(name, 0) for named in members.values() for name in dict.fromkeys(claim.runs))
-    return notes + ([f"{lost} folder{'s' if lost > 1 else ''} without a result"] if lost else [])
-
-
-def in_words(claim: Claim) -> str:
-    """The test as a sentence."""
-    of = "" if claim.of == "metric" else f" {claim.of}"
-    by = "the task's margin" if claim.within is None else f"{claim.within:g}"
-    bounds = [f"{word} {x:g}" for word, x in (("above", claim.above), ("below", claim.below)) if x is not None]
-    return {
-        "equal": f"{claim.run} equals {claim.against} in{of or ' the metric'} within {by} (TOST, paired by seed)",
-        "not_worse": f"{claim.run} is worse than {claim.against} by less than {by} (one-sided, paired by seed)",
-        "worse": f"{claim.run} is worse than {claim.against} by more than {claim.by:g} (95 % interval, paired by seed)",
-        "diverges": f"{claim.run} diverges in every seed, {claim.against} in none",
-        "share": f"{claim.of} of {claim.run} is {' and '.join(bounds)} (over seeds)",
-        "ratio": f"{claim.of} of {claim.run} over that of {claim.against} is {' and '.join(bounds)} (paired by seed)",
-    }[claim.test]
 
 
 def _line(

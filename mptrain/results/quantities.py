@@ -22,10 +22,10 @@ EXACT = ("memory",)
 def quantity(run: Run, name: str) -> float | None:
     """The number of this name, or None.
 
-    metric, throughput, memory (MiB), skipped (share of attempted steps), final scale, training loss (mean over the last
-    tenth of the logged steps), metrics.NAME, counts.DIRECTION.KIND: of all values counted in a direction (forward,
-    grad_input, grad_weight) the share that was zero, or of the nonzero ones the share that was flushed, subnormal or
-    overflowed.
+    metric, throughput, memory (MiB), skipped (share of attempted steps), final scale, seconds (of the run's last
+    process), training loss (mean over the last tenth of the logged steps), metrics.NAME, counts.DIRECTION.KIND: of all
+    values counted in a direction (forward, grad_input, grad_weight) the share that was zero, or of the nonzero ones the
+    share that was flushed, subnormal or overflowed.
     """
     own = {
         "metric": run.value,
@@ -40,6 +40,8 @@ def quantity(run: Run, name: str) -> float | None:
         return _training_loss(Path(run.folder) / "metrics.jsonl")
     kind, _, rest = name.partition(".")
     try:
+        if name == "seconds":
+            return _number(load(os.path.join(run.folder, "summary.json")).get("wall_s"))
         if kind == "metrics":
             return _number(load(os.path.join(run.folder, "summary.json")).get("metrics", {}).get(rest))
         if kind == "counts":

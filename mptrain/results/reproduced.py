@@ -19,6 +19,7 @@ from mptrain.results.quantities import quantity
 from mptrain.results.row import Row
 from mptrain.results.runs import Excluded, Run
 from mptrain.results.statistics import decimals, paired_difference, verdict
+from mptrain.results.summary import clean
 from mptrain.results.table import build_table
 from mptrain.results.words import document_of
 
@@ -78,9 +79,9 @@ def write_tables(folder: Path, runs: list[Run], excluded: list[Excluded], recipe
         "all.csv": write_csv(table.rows, Row),
         "all.md": markdown(document_of(table)),
         "reproduced.csv": write_csv(lines, Printed),
-        "reproduced.md": markdown(Document([printed_block(lines)])),
+        "reproduced.md": markdown(Document([printed_block(lines, made(runs))])),
         "claims.csv": write_csv(claims, Verdict),
-        "claims.md": markdown(Document([claims_block(claims)])),
+        "claims.md": markdown(Document([claims_block(claims, made(runs))])),
         "seeds.csv": write_csv(seeds(recipes, found), Seed),
     }
     try:
@@ -180,14 +181,29 @@ def _seed(recipe: str, name: str, run: Run) -> Seed:
     )
 
 
+def made(runs: list[Run]) -> str:
+    """Where, when and in how many hours the runs were made."""
+    if not runs:
+        return "no run has a result"
+    devices, versions, commits = (
+        ", ".join(sorted({value or "unknown" for value in values}))
+        for values in zip(*((run.device_name, run.torch, run.commit) for run in runs), strict=True)
+    )
+    days = sorted({run.finished.date().isoformat() for run in runs})
+    hours = sum(quantity(run, "seconds") or 0.0 for run in runs) / 3600
+    finished = " to ".join(dict.fromkeys((days[0], days[-1])))
+    took = f"{len(runs)} runs that took {hours:.1f} hours in all, finished {finished}"
+    return clean(f"{took}, device {devices}, torch {versions}, commit {commits}.")
+
+
 TONES: dict[str, Tone] = {SHOWS: "good", NOT_AT_THIS_SIZE: "bad", UNDECIDED: "plain"}
 
 
-def claims_block(claims: list[Verdict]) -> Block:
+def claims_block(claims: list[Verdict], made: str) -> Block:
     """The verdicts as a table."""
     columns = [
         Column("paper", "recipe", least=13),
-        Column("claim", "test", least=30),
+        Column("claim", least=30),
         Column("verdict", least=10),
         Column("numbers", "", "fold"),
     ]
@@ -204,11 +220,12 @@ def claims_block(claims: list[Verdict]) -> Block:
         "shows: the interval of the number lies where the claim says; not at this size: it lies outside; undecided: "
         "neither, more seeds are needed. 95 % intervals over seeds; equality by two one-sided tests at 5 %.",
         "Every test in words, with its numbers and folders, is in claims.csv; the seeds are in seeds.csv.",
+        made,
     ]
     return Block("Claims", lines, columns, cells, [])
 
 
-def printed_block(lines: list[Printed]) -> Block:
+def printed_block(lines: list[Printed], made: str) -> Block:
     """Paper beside here as a table."""
     columns = [
         Column("paper", "recipe", least=13),
@@ -230,7 +247,7 @@ def printed_block(lines: list[Printed]) -> Block:
         for each in lines
     ]
     about = "Small networks on small data: what compares with the paper is the difference between runs, not the score."
-    return Block("Paper and here", [about], columns, cells, [])
+    return Block("Paper and here", [about, made], columns, cells, [])
 
 
 def _here(line: Printed) -> Cell:

@@ -1,0 +1,77 @@
+"""The words of a verdict: the numbers it follows from, what is missing, and the test as a sentence."""
+
+import statistics
+
+from mptrain.paper import Claim
+from mptrain.results.cells import significant
+from mptrain.results.named import Named
+from mptrain.results.quantities import quantity
+from mptrain.results.runs import Run
+from mptrain.results.statistics import Estimate, decimals
+
+
+def numbers(claim: Claim, present: dict[str, Named], told: Estimate | None, first: Run) -> list[str]:
+    """What a verdict follows from: each side with its spread, and the number with its interval."""
+    digits = decimals(first.margin) if claim.of == "metric" else None
+    parts = []
+    if len(present) == 1:
+        (named,) = present.values()
+        parts += [_side(name, claim, named, digits) for name in dict.fromkeys(claim.runs)]
+    if told is None or claim.test == "diverges":
+        return parts
+    what = {"ratio": "ratio", "share": "mean"}.get(claim.test, "loss" if claim.test != "equal" else "difference")
+    over = ("seed" if claim.test == "share" else "pair") + ("s" if told.n > 1 else "")
+    pooled = f" of {len(present)} recipes ({', '.join(present)})" if len(present) > 1 else ""
+    text = f"{what} over {told.n} {over}{pooled}: {_digits(told.mean, digits)}"
+    if told.wide is not None and told.wide[0] != told.wide[1]:
+        text += f", 95 % interval {_digits(told.wide[0], digits)} to {_digits(told.wide[1], digits)}"
+    return [*parts, text]
+
+
+def _side(name: str, claim: Claim, named: Named, digits: int | None) -> str:
+    runs = list(named.runs[name].values())
+    diverged = sum(run.status == "diverged" for run in runs)
+    values = [value for run in runs if (value := quantity(run, claim.of)) is not None]
+    spread = f" ± {_digits(statistics.stdev(values), digits)}" if len(values) > 1 else ""
+    mean = f"{_digits(statistics.mean(values), digits)}{spread} (n={len(values)})" if values else ""
+    return f"{name} " + ", ".join(filter(None, [mean, f"{diverged}/{len(runs)} diverged" if diverged else ""]))
+
+
+def _digits(value: float, digits: int | None) -> str:
+    if digits is not None:
+        return f"{value:.{digits}f}"
+    return f"-{significant(-value)}" if value < 0 else "0" if value == 0 else significant(value)
+
+
+def missing(claim: Claim, members: dict[str, Named]) -> str:
+    """Why a claim could not be tested."""
+    absent = [f"{name} of {recipe}" for recipe, named in members.items() for name in claim.runs if not named.runs[name]]
+    text = f"no result of {', '.join(dict.fromkeys(absent))}"
+    if apart := sum(named.apart.get(name, 0) for named in members.values() for name in dict.fromkeys(claim.runs)):
+        text += f" that may be compared ({apart} differ{'s' if apart == 1 else ''} in settings, length or device)"
+    return "; ".join([text, *notes(claim, members)])
+
+
+def notes(claim: Claim, members: dict[str, Named]) -> list[str]:
+    """What was left out of a verdict."""
+    found = []
+    if claim.recipes:
+        absent = [name for name, named in members.items() if not all(named.runs[run] for run in claim.runs)]
+        found += [f"not run: {', '.join(absent)}"] if 0 < len(absent) < len(members) else []
+    lost = sum(named.without_result.get(name, 0) for named in members.values() for name in dict.fromkeys(claim.runs))
+    return found + ([f"{lost} folder{'s' if lost > 1 else ''} without a result"] if lost else [])
+
+
+def in_words(claim: Claim) -> str:
+    """The test as a sentence."""
+    of = "" if claim.of == "metric" else f" {claim.of}"
+    by = "the task's margin" if claim.within is None else f"{claim.within:g}"
+    bounds = [f"{word} {x:g}" for word, x in (("above", claim.above), ("below", claim.below)) if x is not None]
+    return {
+        "equal": f"{claim.run} equals {claim.against} in{of or ' the metric'} within {by} (TOST, paired by seed)",
+        "not_worse": f"{claim.run} is worse than {claim.against} by less than {by} (one-sided, paired by seed)",
+        "worse": f"{claim.run} is worse than {claim.against} by more than {claim.by:g} (95 % interval, paired by seed)",
+        "diverges": f"{claim.run} diverges in every seed, {claim.against} in none",
+        "share": f"{claim.of} of {claim.run} is {' and '.join(bounds)} (over seeds)",
+        "ratio": f"{claim.of} of {claim.run} over that of {claim.against} is {' and '.join(bounds)} (paired by seed)",
+    }[claim.test]
