@@ -15,7 +15,7 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "tasks": {"models", "data", "files"},
     "models": {"files"},
     "data": {"files"},
-    "watch": {"precision.formats", "precision.counting"},
+    "watch": {"precision.formats", "precision.counting", "files", "process"},
     "results": {"files", "paper"},
     "files": set(),
     "options": set(),

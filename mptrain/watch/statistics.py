@@ -1,0 +1,233 @@
+"""What a tensor looks like: moments, shares and a histogram of exponents, computed where it lies.
+
+`measure` leaves one row of numbers on the tensor's device; `read` brings many of them over at once, so that looking at
+a whole network waits for the device one time. Exponents are read from the bits: floor(log2 |x|) of an FP32 number
+is eight bits of it, which is several times faster than a logarithm and exact. Formats of 16 bits fit into FP32, their
+subnormals included.
+
+Sums of squares of numbers like 1e-25 would be zero in FP32. Moments are therefore taken of x / max|x|.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mptrain.precision.formats import FLOAT16
+from mptrain.watch.histogram import FLUSHED_BELOW, LOWEST, SUBNORMAL_BELOW, Histogram
+
+OVERFLOWS_FROM = 65520.0
+"""The smallest number that rounds to infinity in FP16, halfway between 65,504 and 2^16."""
+
+HEAD = ("min", "max", "unit", "norm", "sum", "abs_sum", "apart", "nonzero", "nan", "inf", "tie", "over")
+"""The numbers of a row before its 256 bins. Sums are of x / unit; apart: norm of the distances from the mean."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one tensor and still lies on its device."""
+
+    count: int
+    sampled: int
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """One tensor, or several taken together by `+`.
+
+    count: elements. sampled: how many of them the counts, the histogram, mean, abs_mean and std are taken of.
+    norm, min, max (of all elements), mean, abs_mean, std: of the finite values, divided by the loss scale; None
+    without any finite value. zero, nan, inf: counts of the tensor as it is, of `sampled`. subnormal: nonzero below
+    2^-14, FP16's smallest normal. below: nonzero and rounded to zero by FP16 (up to 2^-25, which is a tie and goes to
+    zero). above: finite and rounded to infinity by FP16. histogram: of the tensor as it is, loss scale included.
+    """
+
+    count: int = 0
+    sampled: int = 0
+    norm: float | None = None
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    abs_mean: float | None = None
+    std: float | None = None
+    zero: int = 0
+    nan: int = 0
+    inf: int = 0
+    subnormal: int = 0
+    below: int = 0
+    above: int = 0
+    histogram: Histogram = field(default_factory=Histogram)
+
+    @property
+    def finite(self) -> int:
+        return self.sampled - self.nan - self.inf
+
+    def share(self, kind: str) -> float:
+        """A count as a share of the elements looked at; 0 of an empty tensor."""
+        return float(getattr(self, kind) / max(1, self.sampled))
+
+    def unscaled(self, scale: float) -> Statistics:
+        """The same with magnitudes divided by the loss scale; counts and histogram stay those of the scaled tensor."""
+        names = ("norm", "min", "max", "mean", "abs_mean", "std")
+        changes: dict[str, Any] = {n: None if (v := getattr(self, n)) is None else v / scale for n in names}
+        return replace(self, **changes)
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """Both as one tensor."""
+        counts = {
+            n: getattr(self, n) + getattr(other, n)
+            for n in ("count", "sampled", "zero", "nan", "inf", "subnormal", "below", "above", "histogram")
+        }
+        if self.mean is None or other.mean is None:
+            given = other if self.mean is None else self
+            return replace(given, **counts)
+        assert self.std is not None and other.std is not None
+        a, b = (s.finite / max(1, s.sampled) * s.count for s in (self, other))
+        mean = (a * self.mean + b * other.mean) / (a + b)
+        square = (a * self.std**2 + b * other.std**2) / (a + b) + a * b * ((self.mean - other.mean) / (a + b)) ** 2
+        return Statistics(
+            **counts,
+            norm=math.hypot(self.norm or 0.0, other.norm or 0.0),
+            min=min(self.min, other.min),  # type: ignore[type-var]
+            max=max(self.max, other.max),  # type: ignore[type-var]
+            mean=mean,
+            abs_mean=(a * (self.abs_mean or 0.0) + b * (other.abs_mean or 0.0)) / (a + b),
+            std=math.sqrt(square),
+        )
+
+
+def describe(tensor: Tensor, scale: float = 1.0, sample: int | None = None) -> Statistics:
+    """Statistics of one tensor of floating point numbers, which carries a loss scale; waits for the device."""
+    return read([measure(tensor, sample)])[0].unscaled(scale)
+
+
+@torch.no_grad()
+def measure(tensor: Tensor, sample: int | None = None) -> Row:
+    """The numbers behind `Statistics`, on the tensor's device, without waiting for it.
+
+    sample: of a larger tensor, look at about so many evenly spaced elements for counts, histogram and means; minimum,
+    maximum and norm are always of all. Numbers wider than FP32 are looked at as FP32.
+    """
+    whole = flat(tensor)
+    if not whole.numel():
+        return Row(0, 0, torch.zeros(len(HEAD) + 256, dtype=torch.float64, device=whole.device))
+    part = every(whole, sample).contiguous()
+    if whole.dtype != torch.float32:
+        part = part.float()
+        whole = whole.float() if whole.dtype == torch.float64 else whole
+    bins = _bins(part)
+    low, high = torch.aminmax(whole)
+    # Waiting is free on a CPU, where almost every tensor is finite and of ordinary size; elsewhere all go the long way.
+    if whole.device.type == "cpu" and 1e-15 < (peak := max(-float(low), float(high))) < 1e15:
+        whole = whole.float()
+        none = torch.zeros((), dtype=torch.int64)
+        size = part.abs()
+        total = part.sum()
+        floats = [low, high, torch.ones(()), torch.linalg.vector_norm(whole), total, size.sum()]
+        floats.append(torch.linalg.vector_norm(part - total / part.numel()))
+        tie = torch.count_nonzero(size == FLOAT16.flushed_below) if bins[_TIE_BIN] else none
+        over = torch.count_nonzero(size >= OVERFLOWS_FROM) if peak >= OVERFLOWS_FROM else none
+        counts = [torch.count_nonzero(part), none, none, tie, over]
+    else:
+        floats, counts = _with_care(whole.float(), part)
+    return Row(
+        whole.numel(),
+        part.numel(),
+        torch.cat([torch.stack([f.float() for f in floats]).double(), torch.stack(counts).double(), bins.double()]),
+    )
+
+
+_TIE_BIN = 127 - 25
+
+
+def _bins(part: Tensor) -> Tensor:
+    """Counts by exponent field: 0 holds zeros and FP32 subnormals, 255 what is not finite."""
+    exponent = (part.view(torch.int32) >> 23).bitwise_and_(255)
+    if part.device.type == "cpu":
+        return torch.bincount(exponent, minlength=256)
+    bins = torch.zeros(256, dtype=torch.int64, device=part.device)  # bincount would wait for the device
+    return bins.scatter_add_(0, exponent.long(), torch.ones_like(exponent, dtype=torch.int64))
+
+
+def _with_care(whole: Tensor, part: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The same numbers of tensors that may hold anything."""
+    finite = whole.isfinite()
+    low, high = torch.where(finite, whole, torch.inf).amin(), torch.where(finite, whole, -torch.inf).amax()
+    peak = torch.maximum(low.abs(), high.abs())
+    unit = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
+    norm = torch.linalg.vector_norm(torch.where(finite, whole, 0.0) / unit)
+    size = part.abs()
+    nan, infinite = torch.count_nonzero(part.isnan()), torch.count_nonzero(part.isinf())
+    over = torch.count_nonzero(size >= OVERFLOWS_FROM) - infinite
+    tie = torch.count_nonzero(size == FLOAT16.flushed_below)
+    finite = part.isfinite()
+    y = torch.where(finite, part, 0.0) / unit
+    total = y.sum()
+    apart = torch.where(finite, y - total / (part.numel() - nan - infinite), 0.0)
+    return (
+        [low, high, unit, norm, total, y.abs().sum(), torch.linalg.vector_norm(apart)],
+        [torch.count_nonzero(part), nan, infinite, tie, over],
+    )
+
+
+def read(rows: Sequence[Row]) -> list[Statistics]:
+    """Brings rows to the host, all of one device at once."""
+    found: dict[int, list[float]] = {}
+    for device in {row.values.device for row in rows}:
+        here = [i for i, row in enumerate(rows) if row.values.device == device]
+        found |= zip(here, torch.stack([rows[i].values for i in here]).tolist(), strict=True)
+    return [_statistics(row, found[i]) for i, row in enumerate(rows)]
+
+
+def _statistics(row: Row, values: list[float]) -> Statistics:
+    low, high, unit, norm, total, abs_total, apart, *counts = values[: len(HEAD)]
+    bins = [int(v) for v in values[len(HEAD) :]]
+    nonzero, nan, infinite, tie, over = (int(c) for c in counts)
+    zero, seen = row.sampled - nonzero, row.sampled - nan - infinite
+    bins[0] -= zero
+    bins[255] = 0
+    histogram = Histogram.from_bins(LOWEST, bins, zero)
+    magnitudes: dict[str, float] = {}
+    if seen > 0:
+        magnitudes = {
+            "norm": norm * unit,
+            "min": low,
+            "max": high,
+            "mean": total / seen * unit,
+            "abs_mean": abs_total / seen * unit,
+            "std": apart / math.sqrt(seen) * unit,
+        }
+    return Statistics(
+        count=row.count,
+        sampled=row.sampled,
+        zero=zero,
+        nan=nan,
+        inf=infinite,
+        subnormal=histogram.below(SUBNORMAL_BELOW),
+        below=histogram.below(FLUSHED_BELOW) + tie,
+        above=over,
+        histogram=histogram,
+        **magnitudes,
+    )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements in a row, in the order of memory where that needs no copy; of a sparse tensor those it holds."""
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        return tensor.coalesce().values().reshape(-1)
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(by_stride).reshape(-1)
+
+
+def every(row: Tensor, sample: int | None) -> Tensor:
+    """About `sample` evenly spaced elements; an odd distance, so that even row lengths do not hide columns."""
+    if sample is None or row.numel() <= sample:
+        return row
+    return row[:: row.numel() // sample | 1]
