@@ -121,7 +121,7 @@ def test_layouts():
     assert len({describe(t).histogram.bins()[0] for t in same}) == 1
     assert all(describe(t).histogram == describe(x).histogram for t in same)
     assert describe(torch.ones(3).expand(4, 3)).count == 12
-    sparse = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (9,))
+    sparse = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (9,), check_invariants=True)
     assert describe(sparse).max == 5.0 and describe(sparse).count == 1
 
 
