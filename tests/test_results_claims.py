@@ -67,8 +67,8 @@ def test_equal(judge, fp16, expected):
         )
         assert (found.verdict == SHOWS) == (p < 0.05)
         assert found.number == pytest.approx(shift.mean())
-        low, high = stats.t.interval(0.95, 2, shift.mean(), stats.sem(shift))
-        assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+        low, high = stats.t.interval(0.90, 2, shift.mean(), stats.sem(shift))
+        assert found.level == 90 and (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
 
 
 @pytest.mark.parametrize(

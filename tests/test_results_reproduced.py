@@ -48,7 +48,7 @@ CLAIMS = """\
 | paper (recipe) | claim | verdict | numbers |
 | --- | --- | --- | --- |
 | table 1 resnet | Scaled FP16 equals FP32. | shows | scaled 0.8838 ± 0.0017 (n=3); fp32 0.8840 ± 0.0020 (n=3); \
-difference over 3 pairs: -0.0002, 95 % interval -0.0022 to 0.0018; 1 folder without a result |
+difference over 3 pairs: -0.0002, 90 % interval -0.0015 to 0.0011; 1 folder without a result |
 | table 1 resnet | Unscaled FP16 is lost. | undecided | fp16 0.7100 (n=1), 1/2 diverged; fp32 0.8840 ± 0.0020 (n=3); \
 loss over 1 pair: 0.1740 |
 | table 1 resnet | Unscaled FP16 diverges. | undecided | fp16 0.7100 (n=1), 1/2 diverged; fp32 0.8840 ± 0.0020 (n=3) |

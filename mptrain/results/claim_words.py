@@ -10,6 +10,12 @@ from mptrain.results.runs import Run
 from mptrain.results.statistics import Estimate, decimals
 
 
+def level(claim: Claim) -> int:
+    """Percent of the interval that decides: 90 where it has to lie between bounds that were stated as equal."""
+    between = claim.above is not None and claim.below is not None
+    return 90 if claim.test in ("equal", "not_worse") or between else 95
+
+
 def numbers(claim: Claim, present: dict[str, Named], told: Estimate | None, first: Run) -> list[str]:
     """What a verdict follows from: each side with its spread, and the number with its interval."""
     digits = decimals(first.margin) if claim.of == "metric" else None
@@ -23,8 +29,9 @@ def numbers(claim: Claim, present: dict[str, Named], told: Estimate | None, firs
     over = ("seed" if claim.test == "share" else "pair") + ("s" if told.n > 1 else "")
     pooled = f" of {len(present)} recipes ({', '.join(present)})" if len(present) > 1 else ""
     text = f"{what} over {told.n} {over}{pooled}: {_digits(told.mean, digits)}"
-    if told.wide is not None and told.wide[0] != told.wide[1]:
-        text += f", 95 % interval {_digits(told.wide[0], digits)} to {_digits(told.wide[1], digits)}"
+    interval = told.narrow if level(claim) == 90 else told.wide
+    if interval is not None and interval[0] != interval[1]:
+        text += f", {level(claim)} % interval {_digits(interval[0], digits)} to {_digits(interval[1], digits)}"
     return [*parts, text]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mptrain import files
 from mptrain.paper import Claim, Paper, paper_of
-from mptrain.results.claim_words import in_words, missing, notes, numbers
+from mptrain.results.claim_words import in_words, level, missing, notes, numbers
 from mptrain.results.named import Named, Records, named_runs
 from mptrain.results.quantities import EXACT, quantity
 from mptrain.results.runs import Excluded, Run, find_runs
@@ -39,8 +39,9 @@ class Verdict:
     against: str
     quantity: str
     number: float | None  # what is tested: a difference, a loss, a share or a ratio
-    low: float | None  # its 95 % interval
+    low: float | None  # the interval that has to lie in the region
     high: float | None
+    level: int  # of this interval, in percent
     region_low: float | None  # where the number has to lie; None: no bound
     region_high: float | None
     seeds: int  # values or pairs that the number is the mean of
@@ -155,7 +156,7 @@ def _decided(
     if told is None or told.wide is None or told.narrow is None:
         return UNDECIDED
     low, high = (-math.inf if region[0] is None else region[0]), (math.inf if region[1] is None else region[1])
-    inner = told.narrow if claim.test in ("equal", "not_worse") or None not in region else told.wide
+    inner = told.narrow if level(claim) == 90 else told.wide
     if low < inner[0] and inner[1] < high:
         return SHOWS
     if claim.test == "worse" and claim.of == "metric":
@@ -174,6 +175,7 @@ def _line(
     members: dict[str, Named],
 ) -> Verdict:
     runs = [run for named in members.values() for run in named.all]
+    interval = None if told is None else told.narrow if level(claim) == 90 else told.wide
     own = [run for named in members.values() for run in named.runs[claim.run].values()]
     return Verdict(
         recipe=recipe,
@@ -186,8 +188,9 @@ def _line(
         against="" if claim.test == "share" else claim.against,
         quantity="" if claim.test == "diverges" else claim.of,
         number=told.mean if told else None,
-        low=told.wide[0] if told and told.wide else None,
-        high=told.wide[1] if told and told.wide else None,
+        low=interval[0] if interval else None,
+        high=interval[1] if interval else None,
+        level=level(claim),
         region_low=region[0],
         region_high=region[1],
         seeds=told.n if told else 0,

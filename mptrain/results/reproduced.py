@@ -218,7 +218,8 @@ def claims_block(claims: list[Verdict], made: str) -> Block:
     ]
     lines = [
         "shows: the interval of the number lies where the claim says; not at this size: it lies outside; undecided: "
-        "neither, more seeds are needed. 95 % intervals over seeds; equality by two one-sided tests at 5 %.",
+        "neither, more seeds are needed. Intervals are over seeds: of 95 %, or where equality is claimed of 90 %, which is "
+        "two one-sided tests at 5 %.",
         "Every test in words, with its numbers and folders, is in claims.csv; the seeds are in seeds.csv.",
         made,
     ]
