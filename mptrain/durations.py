@@ -51,7 +51,8 @@ class Durations:
         return None
 
     def _recorded(self, recipe: str, run: str) -> float | None:
-        return paper_of(recipe).runs[run].seconds if self.recorded else None
+        # a recipe at the paper's size has inherited the seconds of the small one
+        return paper_of(recipe).runs[run].seconds if self.recorded and not recipe.endswith("_paper") else None
 
     def _pace(self) -> float:
         """This machine's time over the recorded one, where both are known."""

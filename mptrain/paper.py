@@ -145,13 +145,17 @@ def paper_of(recipe: str) -> Paper:
         raise UserError("\n".join(f"recipe={recipe}: paper.{line}" for line in complaints)) from error
 
 
+def lineage(recipe: str) -> list[str]:
+    """The recipe after all those that it inherits from."""
+    parents = files.read_yaml(files.config("recipe", recipe)).get("defaults") or []
+    return [name for parent in parents if parent != "_self_" for name in lineage(str(parent))] + [recipe]
+
+
 def _merged(recipe: str) -> dict[str, Any]:
-    content = files.read_yaml(files.config("recipe", recipe))
     merged: dict[str, Any] = {}
-    for parent in content.get("defaults") or []:
-        if parent != "_self_":
-            merged = _merge(merged, _merged(str(parent)))
-    return _merge(merged, content.get("paper") or {})
+    for name in lineage(recipe):
+        merged = _merge(merged, files.read_yaml(files.config("recipe", name)).get("paper") or {})
+    return merged
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

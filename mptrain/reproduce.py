@@ -14,7 +14,7 @@ from pathlib import Path
 from mptrain import files, jobs
 from mptrain.durations import Durations, clock
 from mptrain.errors import UserError
-from mptrain.paper import paper_of
+from mptrain.paper import lineage
 from mptrain.plan import Planned, plan
 from mptrain.results.reproduced import write_tables
 from mptrain.results.runs import find_runs
@@ -91,14 +91,15 @@ def reproduce(argv: list[str]) -> int:
 def _recipes(named: list[str], paper_size: bool) -> list[str]:
     known = files.names("recipe")
     if not named or named == ["all"]:
-        return [name for name in known if name.endswith("_paper") == paper_size and paper_of(name).runs]
+        return [name for name in known if name.endswith("_paper") == paper_size]
     chosen = []
     for name in named:
-        found = name if name in known and (name.endswith("_paper") or not paper_size) else f"{name}_paper"
-        if found not in known:
-            alone = " at the paper's size" if paper_size else ""
-            raise UserError(f"recipe {name} is unknown{alone}; {files.suggest(name, known)}")
-        chosen.append(found)
+        if name not in known:
+            raise UserError(f"recipe {name} is unknown; {files.suggest(name, known)}")
+        large = [other for other in known if other.endswith("_paper") and name in lineage(other)]
+        if paper_size and not large:
+            raise UserError(f"recipe {name} has none at the paper's size; leave --paper-size out")
+        chosen += large if paper_size else [name]
     return list(dict.fromkeys(chosen))
 
 

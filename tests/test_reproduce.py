@@ -53,8 +53,9 @@ def test_dry_run_says_every_command_and_the_time(tiny, capsys):
     assert not Path("results").exists()
 
 
-def test_paper_size_and_seeds(tiny, capsys):
-    assert reproduce(["--paper-size", "--dry-run", "--seeds", "1", "--jobs", "3"]) == 0
+@pytest.mark.parametrize("named", [[], ["all"], ["tiny"], ["tiny_paper"]])
+def test_paper_size_and_seeds(tiny, capsys, named):
+    assert reproduce([*named, "--paper-size", "--dry-run", "--seeds", "1", "--jobs", "3"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].startswith("absent: mptrain +recipe=tiny_paper precision=fp32 results=")
     assert "2 runs of unknown length left with 3 at a time, from 0 runs timed here" in out
@@ -64,6 +65,7 @@ def test_paper_size_and_seeds(tiny, capsys):
     ("argv", "complaint"),
     [
         (["tinny"], "recipe tinny is unknown; did you mean tiny"),
+        (["tinny", "--paper-size"], "recipe tinny is unknown; did you mean tiny"),
         (["tiny", "task.depht=3"], "tiny, run fp16: task.depht is unknown; did you mean task.depth"),
         (["tiny", "steps=0"], "tiny, run fp32: steps=0: give a number of 1 or more"),
     ],

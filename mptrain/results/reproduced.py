@@ -218,8 +218,8 @@ def claims_block(claims: list[Verdict], made: str) -> Block:
     ]
     lines = [
         "shows: the interval of the number lies where the claim says; not at this size: it lies outside; undecided: "
-        "neither, more seeds are needed. Intervals are over seeds: of 95 %, or where equality is claimed of 90 %, which is "
-        "two one-sided tests at 5 %.",
+        "neither, more seeds are needed. Intervals are over seeds, of 95 %; equality by two one-sided tests at "
+        "5 %, which is by the interval of 90 %.",
         "Every test in words, with its numbers and folders, is in claims.csv; the seeds are in seeds.csv.",
         made,
     ]
