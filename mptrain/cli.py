@@ -146,7 +146,7 @@ def _train(argv: list[str]) -> int:
     before = sys.argv
     sys.argv = ["mptrain", *argv]
     try:
-        with _errors_pass_through():
+        with _errors_pass_through(), _failures_come_home(failures):
             run()
     finally:
         sys.argv = before
@@ -199,6 +199,21 @@ def _errors_pass_through() -> Any:
             raise UserError(_sentence(error)) from error
 
     return patch("hydra._internal.utils.run_and_report", run_and_report)
+
+
+def _failures_come_home(failures: list[tuple[str, Exception]]) -> Any:
+    """Hydra raises the first failure among jobs that ran in other processes; all of them are to be told."""
+    from unittest.mock import patch
+
+    from hydra.core.utils import JobReturn, JobStatus
+
+    def return_value(self: JobReturn) -> Any:
+        if self.status == JobStatus.FAILED:
+            failures.append((" ".join(self.overrides or []), self._return_value))
+            return None
+        return self._return_value
+
+    return patch.object(JobReturn, "return_value", property(return_value))
 
 
 def _readable(error: BaseException) -> str:
