@@ -213,7 +213,8 @@ def _failures_come_home(failures: list[tuple[str, Exception]]) -> Any:
             return None
         return self._return_value
 
-    return patch.object(JobReturn, "return_value", property(return_value))
+    setter = JobReturn.return_value.fset  # type: ignore[attr-defined]
+    return patch.object(JobReturn, "return_value", property(return_value, setter))
 
 
 def _readable(error: BaseException) -> str:
