@@ -12,6 +12,7 @@ from mptrain.plan import Planned
 from mptrain.results.quantities import last_step
 from mptrain.results.summary import BadSummary, load
 
+OVERDUE = 0.1  # a run that takes longer than expected is taken to need a tenth of its time so far
 START = 4.0  # seconds until a run takes its first step; a summary's own time begins after them
 
 
@@ -40,7 +41,7 @@ class Durations:
         if whole is None:
             return None
         share = last_step(each.job.folder) / each.steps if each.state == "resumable" else 0.0
-        return max(0.0, whole * (1 - min(share, 1.0)) - elapsed)
+        return max(whole * (1 - min(share, 1.0)) - elapsed, OVERDUE * elapsed)
 
     def _whole(self, each: Planned) -> float | None:
         if own := self._measured.get((each.recipe, each.run)):

@@ -6,9 +6,9 @@ import argparse
 import os
 import shlex
 import shutil
-import signal
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from mptrain import files, jobs
@@ -140,49 +140,67 @@ def _say(planned: list[Planned], durations: Durations, workers: int) -> None:
 
 
 def _run(todo: list[Planned], durations: Durations, workers: int) -> list[jobs.Ended]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    by_job = {each.job: each for each in todo}
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"), TextColumn("{task.description}")]
-    failed: list[jobs.Ended] = []
-    ended_at = 0
-
-    def ended(outcome: jobs.Ended) -> None:
-        nonlocal ended_at
-        ended_at += 1
-        each = by_job.pop(outcome.job)
-        if outcome.status == "failed":
-            failed.append(outcome)
-        else:
-            durations.measured(each, outcome.seconds)
-            _forget_checkpoints(each)
-        left = durations.total(list(by_job.values()), workers)
-        text = (
-            f"[{ended_at}/{len(todo)}] {outcome.job.name}: {clean(outcome.message)}, {clock(outcome.seconds)}; {left}"
-        )
-        console.print(text)
-        bar.advance(task)
-
-    shown = 0.0
-
-    def waiting(running: dict[jobs.Job, float]) -> None:
-        nonlocal shown
-        if time.monotonic() - shown > 1 and console.is_terminal:
-            shown = time.monotonic()
-            left = durations.total(list(by_job.values()), workers, {by_job[job]: s for job, s in running.items()})
-            bar.update(task, left=left, description=" | ".join(job.name for job in running))
-            bar.refresh()
-
-    with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(todo), left="")
+    """Runs what is missing; returns the failed ones."""
+    with _Shown(todo, durations, workers) as shown:
         try:
-            jobs.run_all([each.job for each in todo], workers, PROGRAM, ended, waiting)
+            jobs.run_all([each.job for each in todo], workers, PROGRAM, shown.ended, shown.waiting)
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt("interrupted; finished runs are kept, and the same command goes on") from None
-    return failed
+    return shown.failed
+
+
+class _Shown(AbstractContextManager["_Shown"]):
+    """A line for each run that ends, and a bar with the time left where there is a terminal."""
+
+    def __init__(self, todo: list[Planned], durations: Durations, workers: int):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.left = {each.job: each for each in todo}
+        self.elapsed: dict[jobs.Job, float] = {}
+        self.failed: list[jobs.Ended] = []
+        self.durations, self.workers = durations, workers
+        self.console = Console(highlight=False, markup=False, soft_wrap=True)
+        columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[time]} | {task.description}")]
+        # no thread of its own refreshes it: processes are forked here
+        hidden = not self.console.is_terminal
+        self.bar = Progress(*columns, console=self.console, auto_refresh=False, disable=hidden)
+        self.task = self.bar.add_task("", total=len(todo), time="")
+        self.refreshed = 0.0
+
+    def __enter__(self) -> _Shown:
+        self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def time_left(self) -> str:
+        running = {self.left[job]: seconds for job, seconds in self.elapsed.items()}
+        return self.durations.total(list(self.left.values()), self.workers, running)
+
+    def ended(self, outcome: jobs.Ended) -> None:
+        each = self.left.pop(outcome.job)
+        self.elapsed.pop(outcome.job, None)
+        if outcome.status == "failed":
+            self.failed.append(outcome)
+        else:
+            self.durations.measured(each, outcome.seconds)
+            _forget_checkpoints(each)
+        self.bar.advance(self.task)
+        count = self.bar.tasks[0].completed
+        said = f"{clean(outcome.message)}, {clock(outcome.seconds)}"
+        self.console.print(
+            f"[{count:.0f}/{self.bar.tasks[0].total:.0f}] {outcome.job.name}: {said}; {self.time_left()}"
+        )
+
+    def waiting(self, running: dict[jobs.Job, float]) -> None:
+        self.elapsed = dict(running)
+        if time.monotonic() - self.refreshed > 1:
+            self.refreshed = time.monotonic()
+            names = " | ".join(job.name for job in running)
+            self.bar.update(self.task, time=self.time_left(), description=names)
+            self.bar.refresh()
 
 
 def _forget_checkpoints(each: Planned) -> None:

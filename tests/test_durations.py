@@ -39,6 +39,7 @@ def test_recorded_then_measured(planned):
     assert known.left(second) == 150  # this machine took 150 s for it
     assert known.left(other) == 300  # and half as long again as recorded for anything
     assert known.left(other, elapsed=100) == 200
+    assert known.left(other, elapsed=320) == 32  # overdue
 
 
 def test_finished_runs_are_measurements(planned):
