@@ -8,18 +8,15 @@ mptrain compare [FOLDER...]                verbs: one function each, found in VE
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
-import itertools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
-from mptrain import __version__, files
+from mptrain import __version__, compose, files
 from mptrain.errors import UserError
 
 VERBS = {
@@ -30,9 +27,6 @@ VERBS = {
     ),
     "doctor": ("mptrain.doctor:doctor", "what runs natively here, what is emulated, and how fast"),
 }
-
-OPEN = ("task", "optimizer", "schedule")
-"""Parts of the configuration to which options can be added."""
 
 HELP = """mptrain: mixed precision training experiments, every precision beside FP32
 
@@ -115,7 +109,7 @@ def _recipes() -> str:
 
 def _train(argv: list[str]) -> int:
     """Checks the command line, then lets Hydra compose it and launch its jobs."""
-    argv = _check([f"+{a}" if a.startswith("recipe=") else a for a in argv])
+    argv = compose.checked(compose.with_plus(argv))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not {"-m", "--multirun"}.isdisjoint(argv):
         raise UserError(
             "several processes share one run (torchrun), not a sweep (-m); start torchrun once for each run"
@@ -164,12 +158,8 @@ def _train(argv: list[str]) -> int:
 def _one_run(composed: Any) -> None:
     from omegaconf import OmegaConf
 
-    from mptrain.config import check
-
     values: Any = OmegaConf.to_container(composed, resolve=True)
-    if isinstance(folder := values.get("data_dir"), str) and folder:
-        values["data_dir"] = str(Path(folder).expanduser().absolute())
-    config = check(values)
+    config = compose.typed(values)
     from mptrain.train import train
 
     train(config)
@@ -194,7 +184,7 @@ def _errors_pass_through() -> Any:
         try:
             return function()
         except (HydraException, OmegaConfBaseException) as error:
-            raise UserError(_readable(error)) from error
+            raise UserError(compose.readable(error)) from error
         except OSError as error:
             raise UserError(_sentence(error)) from error
 
@@ -217,12 +207,6 @@ def _failures_come_home(failures: list[tuple[str, Exception]]) -> Any:
     return patch.object(JobReturn, "return_value", property(return_value, setter))
 
 
-def _readable(error: BaseException) -> str:
-    text = f"{error}\n{error.__cause__ or ''}"
-    lines = [line.rstrip() for line in text.splitlines() if line.strip() and not line.startswith("    ")]
-    return "\n".join(dict.fromkeys(lines))[:2000]
-
-
 def _store_recipes() -> None:
     """Makes recipes/*.yaml the group `recipe`, each at the root of the configuration."""
     from hydra.core.config_store import ConfigStore
@@ -231,192 +215,6 @@ def _store_recipes() -> None:
     for name in files.names("recipe"):
         node = OmegaConf.load(files.config("recipe", name))
         ConfigStore.instance().store(group="recipe", name=name, node=node, package="_global_")
-
-
-# The check before Hydra: all complaints at once, in milliseconds.
-
-
-def _check(argv: list[str]) -> list[str]:
-    """Raises UserError with all complaints; returns the arguments in the order that Hydra's parser understands."""
-    from hydra._internal.utils import get_args_parser
-    from hydra.core.utils import setup_globals
-
-    parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]
-    arguments = parser.parse_intermixed_args(argv)
-    options = list(argv)
-    for override in arguments.overrides:
-        options.remove(override)
-    ordered = [*arguments.overrides, *options]
-    if arguments.hydra_help or arguments.shell_completion or arguments.config_dir or arguments.config_path:
-        return ordered
-    setup_globals()
-    complaints, changes, groups = _parse(arguments.overrides)
-    known = {kind: files.names(kind) for kind in ("recipe", "precision")}
-    for kind, chosen in groups.items():
-        complaints += [
-            f"{kind}={name} is unknown; {files.suggest(name, known[kind])}"
-            for name in chosen
-            if name not in known[kind]
-        ]
-    looking = arguments.cfg is not None or arguments.info is not None
-    if not groups.get("recipe") and not looking:
-        complaints.append(f"no recipe is named; write +recipe=NAME, {files.suggest('', known['recipe'])}")
-    recipes: list[str | None] = [name for name in groups.get("recipe", []) if name in known["recipe"]]
-    precisions = [name for name in groups.get("precision", []) if name in known["precision"]]
-    for recipe, precision in itertools.product(recipes or [None], precisions or ["fp32"]):
-        complaints += _complaints(recipe, precision, changes)
-    if complaints := list(dict.fromkeys(complaints)):
-        raise UserError("\n".join(complaints))
-    return ordered
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UserError(f"{message}; see mptrain --help")
-
-
-def _parse(overrides: list[str]) -> tuple[list[str], list[Any], dict[str, list[str]]]:
-    """Sorts overrides into complaints, changes of values, and choices of groups (with all values of a sweep)."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser = OverridesParser.create()
-    complaints, changes = [], []
-    groups: dict[str, list[str]] = {}
-    for text in overrides:
-        try:
-            override = parser.parse_override(text)
-        except HydraException:
-            complaints.append(
-                f"'{text}' cannot be read as key=value; put a value with signs of its own in two pairs of quotes: "
-                "'key=\"a, b\"'"
-            )
-            continue
-        key = override.key_or_group
-        if key.split(".")[0].split("/")[0] == "hydra":
-            continue
-        if key in ("recipe", "precision") and not override.is_delete():
-            groups[key] = groups.get(key, []) + [str(value) for value in _values(override, files.names(key))]
-        else:
-            changes.append(override)
-    return complaints, changes, groups
-
-
-def _values(override: Any, names: list[str]) -> list[Any]:
-    """All values of a sweep, or the one there is; `names` are what a glob chooses from."""
-    from hydra.core.override_parser.types import Glob
-
-    if isinstance(override.value(), Glob):
-        return override.value().filter(names)
-    if not override.is_sweep_override():
-        return [override.value()]
-    if override.is_discrete_sweep() or override.is_choice_sweep() or override.is_range_sweep():
-        return list(override.sweep_iterator())
-    return []
-
-
-def _complaints(recipe: str | None, precision: str, changes: list[Any]) -> list[str]:
-    """Without a recipe, what a recipe would set is not missed and its options are not looked at."""
-    from omegaconf.errors import OmegaConfBaseException
-
-    from mptrain.config import check
-
-    try:
-        baseline = _compose(recipe, precision)
-    except (UserError, OmegaConfBaseException) as error:
-        return [f"recipe={recipe} with precision={precision}: {_readable(error)}"]
-    complaints = [found for change in changes if (found := _about_key(change, baseline)) is not None]
-    settable = [change for change in changes if _about_key(change, baseline) is None]
-    values = [[(change, _unquote(value)) for value in _values(change, [])] or [(change, None)] for change in settable]
-    for chosen in itertools.islice(itertools.product(*values), 200):
-        try:
-            check(_changed(baseline, chosen), baseline)
-        except UserError as error:
-            complaints += [line for line in str(error).splitlines() if recipe or " is not set" not in line]
-        except OmegaConfBaseException as error:
-            complaints.append(_readable(error))
-    return complaints
-
-
-def _changed(baseline: dict[str, Any], chosen: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
-    """The composed configuration with values set, merged or deleted as Hydra does it."""
-    from omegaconf import OmegaConf
-
-    config = copy.deepcopy(baseline)
-    interpolated = False
-    for override, value in chosen:
-        *path, last = override.key_or_group.split(".")
-        at = config
-        for part in path:
-            at = at.setdefault(part, {})
-        if override.is_delete():
-            at.pop(last, None)
-        elif isinstance(value, dict) and isinstance(at.get(last), dict):
-            at[last] |= {key: _unquote(item) for key, item in value.items()}
-        elif "${hydra" not in str(value):  # known only once Hydra runs
-            at[last] = value
-            interpolated = interpolated or "${" in str(value)
-    return OmegaConf.to_container(OmegaConf.create(config), resolve=True) if interpolated else config  # type: ignore
-
-
-def _unquote(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_unquote(item) for item in value]
-    return value.text if type(value).__name__ == "QuotedString" else value
-
-
-def _about_key(override: Any, baseline: dict[str, Any]) -> str | None:
-    """What is wrong with the key of an override, or None."""
-    from mptrain.options import OPTIMIZERS, SCHEDULES
-
-    key = override.key_or_group
-    section, *rest = key.split(".")
-    at: Any = baseline
-    for part in (section, *rest):
-        if isinstance(at, Mapping) and part in at:
-            at = at[part]
-            if override.is_delete() and not (rest and section in OPEN):
-                return f"{key} cannot be taken out, only set: {key}=..."
-            continue
-        if section in OPEN and len(rest) == 1:
-            if override.is_add() or not baseline["recipe"]:
-                return None
-            options = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}.get(section, {})
-            if part in options.get(baseline[section].get("name"), {}):
-                return f"{key} is not set by recipe={baseline['recipe']}; add it with a plus sign: +{key}=..."
-        near = files.suggest(key, sorted(_keys(baseline))).partition("there are")[0]
-        show = f"mptrain +recipe={baseline['recipe'] or 'NAME'} --cfg job"
-        return f"{key or 'an empty key'} is unknown; {near}all keys: {show}"
-    return None
-
-
-def _keys(mapping: dict[str, Any], prefix: str = "") -> list[str]:
-    found = []
-    for key, value in mapping.items():
-        found.append(prefix + key)
-        if isinstance(value, dict):
-            found += _keys(value, f"{prefix}{key}.")
-    return found
-
-
-def _compose(recipe: str | None, precision: str) -> dict[str, Any]:
-    """What Hydra would compose, as plain data and without Hydra's start-up."""
-    from omegaconf import OmegaConf
-
-    config: Any = OmegaConf.load(files.folder("configs") / "config.yaml")
-    for key in ("defaults", "hydra"):
-        config.pop(key, None)
-    numbers = OmegaConf.load(files.config("precision", precision))
-    config = OmegaConf.merge(config, {"precision": numbers}, _recipe(recipe) if recipe else {})
-    return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
-
-
-def _recipe(name: str) -> Any:
-    from omegaconf import OmegaConf
-
-    own: Any = OmegaConf.load(files.config("recipe", name))
-    parents = [entry for entry in own.pop("defaults", []) if entry != "_self_"]
-    return OmegaConf.merge(*(_recipe(str(parent)) for parent in parents), own)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
-import traceback
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mptrain import batchnorm, measure, optim, parallel, process, tasks
+from mptrain import batchnorm, measure, optim, outcome, parallel, process, state, tasks
 from mptrain.config import COSMETIC, Config
 from mptrain.data.dataset import Batch, DataSpec, batches
 from mptrain.data.loader import Loader, explained, mover
@@ -25,7 +23,6 @@ from mptrain.precision.buffers import MovingBuffers
 from mptrain.precision.counting import Counter
 from mptrain.process import Stopped
 from mptrain.progress import Progress
-from mptrain.results import checkpoint
 from mptrain.results.record import Record, write_atomically
 from mptrain.watch.blame import first_nonfinite
 
@@ -53,10 +50,10 @@ def train(config: Config) -> dict[str, Any]:
         except Exception as error:
             said = explained(error)
             if ranks.leads:
-                _note_failure(record, config, said)
+                outcome.note_failure(record, config, said)
             raise said from error.__cause__
         if ranks.leads:
-            print(f"{summary['status']}: {outcome(summary)}  {record.folder}")
+            print(f"{summary['status']}: {outcome.sentence(summary)}  {record.folder}")
     return summary
 
 
@@ -146,7 +143,7 @@ class Run:
     # The loop.
 
     def to_the_end(self) -> dict[str, Any]:
-        self.resume()
+        state.resume(self)
         shown = self.config if self.ranks.leads else self.config.silent()
         with Progress(shown, self.record, self.attempted) as self.progress, self.counting():
             with process.stop_requests() as self.ranks.signals:
@@ -178,7 +175,7 @@ class Run:
             stop = self.ranks.stopping
             if stop or last or self.attempted % config.checkpoint_every == 0:
                 with self.throughput.paused():
-                    self.save()
+                    state.save(self)
             if stop and not last:
                 raise Stopped(
                     f"stopped by signal {stop} after step {self.attempted}; the same command goes on from there"
@@ -306,13 +303,13 @@ class Run:
         def again() -> None:
             self.weights.zero_grad()
             self.buffers.keep()
-            state = self.task.state_dict()
+            carried = self.task.state_dict()
             for batch in window:
                 phases = self.task.losses(self.to_device(batch))
                 while (phase := self.forward(phases)) is not None:
                     self.scaler.scale(phase[1]).backward()
             self.buffers.restore()
-            self.task.load_state_dict(state)
+            self.task.load_state_dict(carried)
             self.weights.zero_grad()
 
         found = self.ranks.gathered(first_nonfinite(self.models, again))
@@ -321,80 +318,6 @@ class Run:
             f"{self.scaler.consecutive_skips} updates in a row were not finite, the last at step {self.attempted} "
             f"with scale {self.scaler.value:g}; first in the {where}"
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        rank_0, *others = self.ranks.gathered(process.random_state(self.device))
-        return {
-            "models": {name: model.state_dict() for name, model in self.models.items()},
-            "weights": self.weights.state_dict(),
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
-            "scaler": self.scaler.state_dict(),
-            "average": None if self.average is None else self.average.state_dict(),
-            "task": self.task.merged(self.ranks.gathered(self.task.state_dict())),
-            "loader": self.loader.state_dict(),
-            "counter": None if self.counter is None else self.counter.state_dict(),
-            "steps": {"attempted": self.attempted, "applied": self.applied, "skipped": self.skipped},
-            "diverged": self.diverged,
-            "recent": self.recent_losses(),
-            "random": rank_0,
-            "random_of_others": others,
-            "throughput": self.throughput.state_dict(),
-            "instruments": self.instruments.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, model in self.models.items():
-            model.load_state_dict(state["models"][name])
-            self.optimizers[name].load_state_dict(state["optimizers"][name])
-        self.weights.load_state_dict(state["weights"])
-        self.scaler.load_state_dict(state["scaler"])
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
-        part = self.task.part(state["task"], self.ranks.rank, self.ranks.size)
-        self.task.load_state_dict(self.to_device(part))
-        self.loader.load_state_dict(state["loader"])
-        if self.counter is not None:
-            self.counter.load_state_dict(state["counter"])
-        steps = state["steps"]
-        self.attempted, self.applied, self.skipped = steps["attempted"], steps["applied"], steps["skipped"]
-        self.diverged = state["diverged"]
-        for name, values in state["recent"].items():  # of the whole batch, and summed over the ranks again
-            self.recent[name] = list((values if self.ranks.leads else torch.zeros_like(values)).unbind())
-        self.throughput.load_state_dict(state["throughput"])
-        self.instruments.load_state_dict(state["instruments"])
-        states = [state["random"], *state.get("random_of_others", [])]
-        if self.ranks.rank < len(states):
-            process.set_random_state(states[self.ranks.rank], self.device)
-        else:
-            process.seed_everything(process.seed_of(self.config.seed, self.ranks.rank, self.attempted))
-
-    def resume(self) -> None:
-        """Goes on from the newest whole checkpoint, or starts anew."""
-        state, notices = self.ranks.first(lambda: checkpoint.load_latest(self.record.checkpoints))
-        for notice in notices if self.ranks.leads else ():
-            print(f"mptrain: {notice}; " + ("using the one before" if state else "starting anew"), file=sys.stderr)
-        if state is None:
-            if self.ranks.leads:
-                self.record.cut_log(0)
-            return
-        try:
-            self.load_state_dict(state["run"])
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise UserError(
-                f"the checkpoint in {self.record.folder} does not fit this version's networks ({error}); "
-                "start anew in another folder: out=FOLDER"
-            ) from error
-        if self.ranks.leads:
-            self.record.cut_log(state["log_bytes"])
-            print(f"resuming after step {self.attempted}: {self.record.folder}")
-
-    def save(self) -> None:
-        run = self.state_dict()
-        self.ranks.first(lambda: self.write(run))
-
-    def write(self, run: dict[str, Any]) -> None:
-        self.progress.flush()
-        checkpoint.save(self.record.checkpoints, self.attempted, {"run": run, "log_bytes": self.record.flush()})
 
     def end(self) -> dict[str, Any]:
         """Evaluates, writes what is left, and the summary last."""
@@ -408,54 +331,8 @@ class Run:
             self.task.finish(self.record.folder)
         if self.counter is not None:
             write_atomically(self.record.folder / "counts.json", json.dumps(self.counter.table(), indent=1) + "\n")
-        task, config = self.task, self.config
-        environment = measure.environment(self.device)
-        if self.ranks.size > 1:
-            environment["device_name"] = f"{self.ranks.size} x {environment['device_name']}"
-        now = datetime.now(UTC)
-        return self.record.finish(
-            "finished" if self.diverged is None else "diverged",
-            self.diverged,
-            {
-                **identity(config),
-                "device": self.device.type,
-                "backend": self.precision.backend(self.device.type),
-                "dtypes": self.instruments.dtypes,
-                "metric": {
-                    "name": task.metric,
-                    "value": metrics.get(task.metric),
-                    "higher_is_better": task.higher_is_better,
-                    "margin": task.margin,
-                },
-                "metrics": {key: value for key, value in metrics.items() if key != task.metric},
-                "throughput": throughput,
-                "memory": self.instruments.memory(),
-                "steps": {
-                    "attempted": self.attempted,
-                    "applied": min(self.applied.values()),
-                    "skipped": max(self.skipped.values()),
-                    **({"by_optimizer": self.skipped} if len(self.skipped) > 1 else {}),
-                },
-                "final_scale": None if self.scaler.label == "none" else self.scaler.value,
-                "data": {"name": task.train_set.name, "kind": task.train_set.kind},
-                "eval_precision": config.eval.precision,
-                "environment": environment,
-                "started": self.started.isoformat(timespec="seconds"),
-                "finished": now.isoformat(timespec="seconds"),
-                "wall_s": (now - self.started).total_seconds(),
-                "key": {
-                    "recipe": config.recipe,
-                    "data": task.train_set.name,
-                    "steps": config.steps,
-                    "batch_size": config.batch_size,
-                    "accumulate": config.accumulate,
-                    "settings": config.comparable(),
-                    "device": environment["device_name"],
-                    "threads": environment["threads"],
-                    "torch": environment["torch"],
-                },
-            },
-        )
+        status = "finished" if self.diverged is None else "diverged"
+        return self.record.finish(status, self.diverged, outcome.summary(self, metrics, throughput))
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -467,35 +344,3 @@ class Run:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def identity(config: Config) -> dict[str, Any]:
-    """What every summary says of the run itself, however it ended."""
-    return {
-        "recipe": config.recipe,
-        "precision": config.numbers.name,
-        "precision_label": config.numbers.label,
-        "scale": config.scale_label,
-        "seed": config.seed,
-    }
-
-
-def outcome(summary: dict[str, Any]) -> str:
-    """The result in a few words."""
-    if summary["reason"] is not None:
-        return summary["reason"]
-    value = summary["metric"]["value"]
-    return f"{summary['metric']['name']} {'is not finite' if value is None else f'{value:.4g}'}"
-
-
-def _note_failure(record: Record, config: Config, error: Exception) -> None:
-    """Writes status "failed"; a mistake of the user's before the first step leaves nothing behind instead.
-
-    Where even that cannot be written, the original error is what the user sees.
-    """
-    with suppress(OSError):
-        if isinstance(error, UserError) and record.abandon():
-            return
-        trace = "".join(traceback.format_exception(error))
-        reason = f"{type(error).__name__}: {error}"[:2000]
-        record.finish("failed", reason, {**identity(config), "traceback": trace[-8000:]})

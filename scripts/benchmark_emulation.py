@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mptrain import cli, files
+from mptrain import compose, files
 from mptrain.config import check
 from mptrain.precision import hardware
 from mptrain.precision.modes import Precision
@@ -38,7 +38,11 @@ SLOW = 5.0
 
 
 def run_of(recipe: str, precision: str, folder: Path) -> Run:
-    values = cli._compose(recipe, precision) | {"tensorboard": False, "device": "cpu", "out": str(folder / precision)}
+    values = compose.baseline(recipe, precision) | {
+        "tensorboard": False,
+        "device": "cpu",
+        "out": str(folder / precision),
+    }
     return Run(check(values), Record(values["out"]))
 
 

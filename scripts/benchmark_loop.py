@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mptrain import cli, files, tasks
+from mptrain import compose, files, tasks
 from mptrain.config import check
 from mptrain.data.dataset import BatchKey, Dataset
 from mptrain.precision import scaling
@@ -60,7 +60,7 @@ class Perceptron(Task):
 
 
 def steps_of_runner(recipe: str, precision: str, folder: Path, threads: int) -> Callable[[int], None]:
-    values = cli._compose(recipe, precision)
+    values = compose.baseline(recipe, precision)
     values |= {"tensorboard": False, "threads": threads, "out": str(folder), "clip": None}
     config = check(values)
     run = Run(config, Record(folder))
@@ -75,7 +75,7 @@ def steps_of_runner(recipe: str, precision: str, folder: Path, threads: int) -> 
 
 
 def steps_by_hand(recipe: str, precision: str) -> Callable[[int], None]:
-    config = check(cli._compose(recipe, precision))
+    config = check(compose.baseline(recipe, precision))
     torch.manual_seed(config.seed)
     task: Any = tasks.build(config.task.name, tasks.DataSpec(config.data, None, config.seed), **config.task.options)
     (model,) = task.models.values()
@@ -161,12 +161,12 @@ class perceptron:  # noqa: N801
         self.wide, self.batch = wide, batch
 
     def __enter__(self) -> None:
-        self.build, self.compose = tasks.build, cli._compose
+        self.build, self.compose = tasks.build, compose.baseline
         tasks.build = lambda *args, **kwargs: Perceptron(self.wide)  # type: ignore[assignment]
-        cli._compose = lambda *args: self.compose(*args) | {"batch_size": self.batch, "accumulate": 1}
+        compose.baseline = lambda *args: self.compose(*args) | {"batch_size": self.batch, "accumulate": 1}
 
     def __exit__(self, *exception: object) -> None:
-        tasks.build, cli._compose = self.build, self.compose
+        tasks.build, compose.baseline = self.build, self.compose
 
 
 if __name__ == "__main__":

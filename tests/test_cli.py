@@ -11,7 +11,8 @@ import tiny as tiny_package
 import torch
 from tiny.runs import same_bits, weights
 
-from mptrain import cli, files
+from mptrain import cli, compose, files
+from mptrain.errors import UserError
 from mptrain.results.record import Record
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -283,3 +284,17 @@ def test_an_installed_wheel_trains_from_anywhere(tmp_path):
     done = run("+recipe=resnet", "data=synthetic", "steps=2", "batch_size=8", "precision=fp16", "out=run")
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert (tmp_path / "elsewhere" / "run" / "summary.json").exists()
+
+
+def test_a_verb_gets_the_configuration_that_training_would_get():
+    from mptrain import compose
+
+    found = compose.config(["recipe=tiny", "precision=fp16", "scale=8", "steps=3", "task.hidden=8"])
+    assert (found.recipe, found.numbers.name, found.scale_name, found.steps) == ("tiny", "fp16", "8", 3)
+    assert found.task.options["hidden"] == 8
+    with pytest.raises(UserError, match="scale=1,8 is a sweep; give one value"):
+        compose.config(["+recipe=tiny", "precision=fp16", "scale=1,8"])
+    with pytest.raises(UserError, match="-m is not an option here"):
+        compose.config(["+recipe=tiny", "-m"])
+    with pytest.raises(UserError, match="(?s)stepz.*unknown.*lr"):
+        compose.config(["+recipe=tiny", "stepz=3", "optimizer.lr=-1"])

@@ -1,7 +1,7 @@
 import pytest
 from tiny.runs import settings
 
-from mptrain import cli
+from mptrain import compose
 from mptrain.config import COSMETIC, Config, check
 from mptrain.errors import UserError
 
@@ -120,13 +120,13 @@ def test_all_complaints_in_one_message():
 
 
 def test_unknown_keys():
-    values = dict(cli._compose("tiny", "fp32"), stepz=3)
+    values = dict(compose.baseline("tiny", "fp32"), stepz=3)
     with pytest.raises(UserError, match="^stepz is unknown$"):
         check(values)
 
 
 def test_a_task_option_keeps_its_type():
-    baseline = cli._compose("tiny", "fp32")
+    baseline = compose.baseline("tiny", "fp32")
     values = {**baseline, "task": {**baseline["task"], "hidden": "wide"}}
     with pytest.raises(UserError, match="^task.hidden=wide: give a whole number, as 16 is$"):
         check(values, baseline)

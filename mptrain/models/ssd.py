@@ -45,7 +45,6 @@ class SSD(nn.Module):
         self.grids, self.size, self.background = tuple(grids), size, background
         if not background:
             for layer in head.classification_head.module_list:
-                nn.init.normal_(layer.weight, std=0.01)
                 nn.init.constant_(layer.bias, -math.log((1 - PRIOR) / PRIOR))
 
     def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:

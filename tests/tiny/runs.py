@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from tiny import install
 
-from mptrain import cli, config, files
+from mptrain import compose, config, files
 from mptrain.results import checkpoint
 from mptrain.results.record import Record
 
@@ -37,7 +37,7 @@ def settings(recipe: str = "tiny", precision: str = "fp32", **changes: Any) -> c
 
 @functools.cache
 def composed(recipe: str, precision: str) -> dict[str, Any]:
-    return cli._compose(recipe, precision)
+    return compose.baseline(recipe, precision)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
