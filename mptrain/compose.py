@@ -28,13 +28,13 @@ def config(argv: Sequence[str]) -> Config:
         if text.startswith("-"):
             raise UserError(f"{text} is not an option here; give +recipe=NAME and KEY=VALUE")
     checked(argv)
-    _, changes, groups = _parse(list(argv))
-    every = {**groups, **{c.key_or_group: _values(c, []) for c in changes if not c.is_delete()}}
-    for key, values in every.items():
-        if len(values) > 1:
-            raise UserError(f"{key}={','.join(map(str, values))} is a sweep; give one value")
+    _, changes, groups = _parse(argv)
+    sweeps = [text for text in argv if text.lstrip("+").split("=")[0] in groups and "," in text]
+    sweeps += [change.input_line for change in changes if change.is_sweep_override()]
+    if sweeps:
+        raise UserError(f"{sweeps[0].lstrip('+')} is a sweep; give one value")
+    before = baseline(groups["recipe"][-1], groups.get("precision", ["fp32"])[-1])
     chosen = [(change, _unquote(next(iter(_values(change, [])), None))) for change in changes]
-    before = baseline(groups["recipe"][0], groups.get("precision", ["fp32"])[0])
     return typed(_changed(before, chosen), before)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mptrain import cli
-from mptrain.config import Config, check
+from mptrain import compose
+from mptrain.config import Config
 from mptrain.errors import UserError
 from mptrain.jobs import Job
 from mptrain.paper import paper_of
@@ -35,7 +35,7 @@ def plan(recipes: list[str], seeds: int | None, common: list[str], quick: bool) 
         for name, run in paper.runs.items():
             argv = [f"+recipe={recipe}", *(paper.quick if short else []), *run.overrides, *common]
             try:
-                config = _config(argv)
+                config = compose.config(argv)
             except UserError as error:
                 complaints += [f"{recipe}, run {name}: {line}" for line in str(error).splitlines()]
                 continue
@@ -53,13 +53,3 @@ def _planned(recipe: str, name: str, config: Config, argv: list[str], quick: boo
     except UserError:  # an unreadable summary: the run itself will say so
         state = "failed"
     return Planned(recipe, name, config.seed, config.steps, quick, job, state)
-
-
-def _config(argv: list[str]) -> Config:
-    """The configuration that a command line gives."""
-    complaints, changes, groups = cli._parse(argv)
-    baseline = cli._compose(groups["recipe"][-1], groups.get("precision", ["fp32"])[-1])
-    complaints += [found for change in changes if (found := cli._about_key(change, baseline)) is not None]
-    if complaints:
-        raise UserError("\n".join(complaints))
-    return check(cli._changed(baseline, [(change, cli._unquote(change.value())) for change in changes]), baseline)

@@ -69,7 +69,19 @@ def test_arrows_point_down(path):
 
 
 def test_the_table_above_knows_every_wing():
-    verbs = {"cli", "compose", "train", "state", "outcome", "doctor", "reproduce", "plan", "errors", "__init__", "__main__"}
+    verbs = {
+        "cli",
+        "compose",
+        "train",
+        "state",
+        "outcome",
+        "doctor",
+        "reproduce",
+        "plan",
+        "errors",
+        "__init__",
+        "__main__",
+    }
     assert {wing(path) for path in FILES} - verbs <= ALLOWED.keys() | {"probe", "estimate"}
 
 

@@ -287,7 +287,6 @@ def test_an_installed_wheel_trains_from_anywhere(tmp_path):
 
 
 def test_a_verb_gets_the_configuration_that_training_would_get():
-    from mptrain import compose
 
     found = compose.config(["recipe=tiny", "precision=fp16", "scale=8", "steps=3", "task.hidden=8"])
     assert (found.recipe, found.numbers.name, found.scale_name, found.steps) == ("tiny", "fp16", "8", 3)
