@@ -76,13 +76,14 @@ def resume(run: Run) -> None:
         return
     try:
         load_state_dict(run, state["run"])
-    except (KeyError, ValueError, RuntimeError) as error:
+        length = int(state["log_bytes"])
+    except (LookupError, ValueError, RuntimeError, TypeError, AttributeError) as error:
         raise UserError(
             f"the checkpoint in {run.record.folder} does not fit this version's networks ({error}); "
             "start anew in another folder: out=FOLDER"
         ) from error
     if run.ranks.leads:
-        run.record.cut_log(state["log_bytes"])
+        run.record.cut_log(length)
         print(f"resuming after step {run.attempted}: {run.record.folder}")
 
 

@@ -42,16 +42,26 @@ def part(folder: Path, size: int) -> Captioned:
 
 
 def metadata(folder: Path) -> list[dict[str, str]]:
-    if (file := folder / "metadata.jsonl").is_file():
-        rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
-    elif (file := folder / "metadata.csv").is_file():
-        with file.open(encoding="utf8", newline="") as opened:
-            rows = list(csv.DictReader(opened))
-    else:
-        raise UserError(f"data=imagetext: {folder} has no metadata.csv and no metadata.jsonl")
-    if not rows or any("file_name" not in row or not ({"text", "caption"} & set(row)) for row in rows):
+    try:
+        if (file := folder / "metadata.jsonl").is_file():
+            rows = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines() if line.strip()]
+        elif (file := folder / "metadata.csv").is_file():
+            with file.open(encoding="utf8", newline="") as opened:
+                rows = list(csv.DictReader(opened))
+        else:
+            raise UserError(f"data=imagetext: {folder} has no metadata.csv and no metadata.jsonl")
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise UserError(f"{file} cannot be read ({error}); mend or replace it") from error
+    if not rows or not all(_names_a_picture(row) for row in rows):
         raise UserError(f"{file}: every row needs a file_name and a text (or caption)")
     return rows
+
+
+def _names_a_picture(row: object) -> bool:
+    if not isinstance(row, dict):
+        return False
+    text = row["text"] if "text" in row else row.get("caption")
+    return isinstance(row.get("file_name"), str) and isinstance(text, str)
 
 
 def square(file: Path | io.BytesIO, size: int, where: str) -> Tensor:

@@ -20,6 +20,7 @@ def decode(file: Path | io.BytesIO, where: str, mode: str) -> Image.Image:
     """
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged side notes; the picture itself is what counts
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(file, formats=FORMATS) as opened:
                 return opened.convert(mode)

@@ -52,7 +52,7 @@ def parse(text: str | bytes, name: str) -> Annotation:
         names = tuple(required(o, "name").strip() for o in objects)
         difficult = [int(o.findtext("difficult") or 0) != 0 for o in objects]
         sides = [int(float(root.findtext(f"size/{side}") or 0)) for side in ("width", "height")]
-    except (ElementTree.ParseError, ValueError) as error:
+    except (ElementTree.ParseError, ValueError, OverflowError) as error:
         raise UserError(f"the annotation of {name} cannot be read: {error}; get the file again") from error
     size = (sides[0], sides[1]) if min(sides) > 0 else None
     return Annotation(np.array(boxes, np.float64).reshape(-1, 4), names, np.array(difficult, bool), size)

@@ -50,7 +50,13 @@ def load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} cannot be read ({error})") from error
     if hashlib.sha256(content).hexdigest() != checksum:
         raise ValueError(f"{path.name} is damaged (its checksum differs)")
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # torch's reader raises whatever its parsing runs into
+        raise ValueError(f"{path.name} is no checkpoint ({type(error).__name__})") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{path.name} is no checkpoint")
+    return state
 
 
 def load_latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:

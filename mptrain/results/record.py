@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import Any
 from mptrain.errors import UserError
 
 SCHEMA = 1
+STATUSES = ("finished", "diverged", "failed")
+LARGEST_CONFIG = 1_000_000  # bytes
 
 
 class Record:
@@ -43,9 +46,9 @@ class Record:
             summary = json.loads(self.summary.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{self.summary} cannot be read ({error}); delete it to run again") from error
-        if not isinstance(summary, dict) or summary.get("schema") != SCHEMA:
+        if not isinstance(summary, dict) or summary.get("schema") != SCHEMA or summary.get("status") not in STATUSES:
             raise UserError(f"{self.summary} is not a summary of this version; name another folder with out=")
         return summary
 
@@ -112,11 +115,14 @@ class Record:
             left_over.unlink(missing_ok=True)
         if self.config.exists():
             try:
+                if self.config.stat().st_size > LARGEST_CONFIG:
+                    raise ValueError("too large for a configuration")
                 before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-                assert isinstance(before, dict)
-            except (OSError, ValueError, yaml.YAMLError, AssertionError) as error:
+                if not isinstance(before, dict):
+                    raise ValueError("no mapping")
+            except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
                 raise UserError(
-                    f"{self.config} cannot be read ({_reason(error) or 'no mapping'}); give another folder: out=FOLDER"
+                    f"{self.config} cannot be read ({_reason(error)}); give another folder: out=FOLDER"
                 ) from error
             if changes := differences({**later, **before}, config, cosmetic):
                 raise UserError(
@@ -192,8 +198,19 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignore: set[s
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             found += differences(a, b, ignore, f"{prefix}{key}.")
         elif a != b:
-            found.append(f"{prefix}{key}: {a} -> {b}")
+            found.append(f"{prefix}{key}: {_short(a)} -> {_short(b)}")
     return found
+
+
+def _short(value: Any) -> str:
+    """A value in a few words: a small yaml file may stand for an endless one."""
+    return value[:200] if isinstance(value, str) else _SHORT.repr(value)[:400]
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxdict = _SHORT.maxlist = 12
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel = 3
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
