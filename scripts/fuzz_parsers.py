@@ -96,9 +96,9 @@ def picture(content: bytes) -> None:
 
 
 def command(content: bytes) -> None:
-    from mptrain.cli import _check
+    from mptrain.compose import checked
 
-    _check(["+recipe=resnet", *content.decode("utf-8", "replace").replace("\0", "").split("\n")[:5]])
+    checked(["+recipe=resnet", *content.decode("utf-8", "replace").replace("\0", "").split("\n")[:5]])
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

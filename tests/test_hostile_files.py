@@ -99,11 +99,11 @@ def test_a_folder_of_an_older_version(tmp_path):
     record = Record(tmp_path / "run")
     with record.opened(old, set()):
         pass
-    with pytest.raises(UserError, match="parallel.batchnorm: sync -> local"):
-        with record.opened(
-            {"steps": 3, "parallel": {"batchnorm": "local"}}, set(), {"parallel": {"batchnorm": "sync"}}
-        ):
-            pass
+    with (
+        pytest.raises(UserError, match="parallel.batchnorm: sync -> local"),
+        record.opened({"steps": 3, "parallel": {"batchnorm": "local"}}, set(), {"parallel": {"batchnorm": "sync"}}),
+    ):
+        pass
     with record.opened(now, set(), {"parallel": {"batchnorm": "sync"}}):
         assert yaml.safe_load(record.config.read_text()) == now
 
