@@ -39,6 +39,8 @@ class BatchKey:
     """first batch of an epoch: recurrent state starts anew"""
     train: bool
     """augmentation is for training only"""
+    number: int = 0
+    """batches of the run before this one, if every epoch has as many"""
 
     def rng(self) -> np.random.Generator:
         """A fresh NumPy generator of this batch."""

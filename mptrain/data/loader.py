@@ -64,17 +64,17 @@ class Loader:
                 raise UserError(f"the training set {self.dataset.name} holds no batch; give more data (data_dir=...)")
             for i in range(start, len(order)):
                 ends.append(i + 1 == len(order))
-                yield self._key(order[i], epoch, i)
+                yield self._key(order[i], epoch, i, epoch * len(order) + i)
             epoch, start = epoch + 1, 0
 
-    def _key(self, indices: np.ndarray, epoch: int, i: int) -> BatchKey:
+    def _key(self, indices: np.ndarray, epoch: int, i: int, number: int) -> BatchKey:
         """Of a batch that several ranks share, this one's part; one with fewer samples than ranks goes to all of them
         whole."""
         if self.ranks == 1:
-            return BatchKey(indices, (self.seed, epoch, i), first=i == 0, train=True)
+            return BatchKey(indices, (self.seed, epoch, i), first=i == 0, train=True, number=number)
         if len(indices) >= self.ranks:
             indices = np.array_split(indices, self.ranks)[self.rank]
-        return BatchKey(indices, (self.seed, epoch, i, self.rank), first=i == 0, train=True)
+        return BatchKey(indices, (self.seed, epoch, i, self.rank), first=i == 0, train=True, number=number)
 
     def _fetch(self, keys: Iterator[BatchKey]) -> Iterator[Batch]:
         if self.workers == 0:

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mptrain.data import image_text
-from mptrain.data.dataset import DataSpec
+from mptrain.data import hard_batches, image_text
+from mptrain.data.dataset import Dataset, DataSpec
 from mptrain.errors import UserError
 from mptrain.models.clip import CLIP, ConvolutionalTower, TextTransformer, VisionTransformer
 from mptrain.tasks.task import Task
@@ -27,7 +27,7 @@ class ContrastiveTask(Task):
     margin = 0.01
     unit = "pairs"
 
-    def __init__(self, model: CLIP, train_set: image_text.ImageText, test_set: image_text.ImageText):
+    def __init__(self, model: CLIP, train_set: Dataset, test_set: image_text.ImageText):
         self.model = model
         self.models = {"model": model}
         self.train_set, self.test_set = train_set, test_set
@@ -85,10 +85,14 @@ def build(
     text_layers: int = 2,
     text_heads: int = 4,
     dimension: int = 128,
+    hard: str | None = None,
+    hard_from: int = 300,
+    hard_count: int = 10,
 ) -> ContrastiveTask:
     """`tower` vit is a vision transformer (layer norm; `stem` and `pool` as there), convnet a convolutional one of
     `image_layers` stages, `image_width` maps in the first (batch, group or layer norm). A caption has at most `length`
-    words, START and END included; `words` is the size of the vocabulary. Raises UserError if options do not fit."""
+    words, START and END included; `words` is the size of the vocabulary. `hard` (shuffled or undivided, see `hard_batches`) spoils `hard_count` training batches
+    from number `hard_from` on. Raises UserError if options do not fit."""
     if tower == "vit":
         check_vit(norm, stem, pool, size, patch, image_width, image_heads)
         image: torch.nn.Module = VisionTransformer(
@@ -103,8 +107,9 @@ def build(
     if length < 3:
         raise UserError(f"task.length={length} leaves no room for a word; type task.length=3 or more")
     train_set, test_set = image_text.load(data, size, words, length)
+    hardened = hard_batches.harden(train_set, hard, hard_from, hard_count)
     text = TextTransformer(words, length, text_width, text_layers, text_heads, dimension)
-    return ContrastiveTask(CLIP(image, text), train_set, test_set)
+    return ContrastiveTask(CLIP(image, text), hardened, test_set)
 
 
 def check_vit(norm: str, stem: str, pool: str, size: int, patch: int, width: int, heads: int) -> None:
