@@ -91,8 +91,9 @@ def build(
 ) -> ContrastiveTask:
     """`tower` vit is a vision transformer (layer norm; `stem` and `pool` as there), convnet a convolutional one of
     `image_layers` stages, `image_width` maps in the first (batch, group or layer norm). A caption has at most `length`
-    words, START and END included; `words` is the size of the vocabulary. `hard` (shuffled or undivided, see `hard_batches`) spoils `hard_count` training batches
-    from number `hard_from` on. Raises UserError if options do not fit."""
+    words, START and END included; `words` is the size of the vocabulary. `hard` (shuffled or undivided, see
+    `hard_batches`) spoils `hard_count` training batches from number `hard_from` on, the first being 0. Raises UserError
+    if options do not fit."""
     if tower == "vit":
         check_vit(norm, stem, pool, size, patch, image_width, image_heads)
         image: torch.nn.Module = VisionTransformer(
