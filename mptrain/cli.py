@@ -39,7 +39,7 @@ HELP = """mptrain: mixed precision training experiments, every precision beside 
 {verbs}
 keys (all of them, with their values: mptrain +recipe=NAME --cfg job)
   precision=   {precisions}
-  scale=       a number (static) | dynamic | none; unset: what the precision needs
+  scale=       a number (static) | dynamic | layerwise | none; unset: what the precision needs
   seed= steps= batch_size= accumulate= clip= ema= device= threads=
   data=        the recipe's data set, or synthetic; data_dir= where it lies
   precision.keep_fp32=[softmax,fc]   functions and modules that stay in FP32

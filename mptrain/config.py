@@ -76,6 +76,11 @@ class ScalingConfig(_Model):
     tolerance: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
+class LayerwiseConfig(_Model):
+    target: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    every: Count = 10
+
+
 class ParallelConfig(_Model):
     batchnorm: Literal["sync", "local"] = "sync"
 
@@ -117,6 +122,7 @@ class Config(_Model):
     tensorboard: bool
     progress: bool | Literal["auto"]
     parallel: ParallelConfig = ParallelConfig()
+    layerwise: LayerwiseConfig = LayerwiseConfig()
 
     @cached_property
     def numbers(self) -> Precision:
@@ -125,16 +131,17 @@ class Config(_Model):
 
     @property
     def scale_name(self) -> str:
-        """ "none", "dynamic" or the static number."""
+        """ "none", "dynamic", "layerwise" or the static number."""
         scale = self.numbers.scale if self.scale is None else self.scale
         return scale if isinstance(scale, str) else repr(float(scale)).removesuffix(".0")
 
     @property
     def scale_label(self) -> str:
         """The scale as tables print it, with what differs from the default settings."""
-        if self.scale_name != "dynamic":
+        if self.scale_name not in MOVING:
             return self.scale_name
-        return " ".join(["dynamic", *_changed(self.scaling)])
+        changed = _changed(self.scaling) + (_changed(self.layerwise) if self.scale_name == "layerwise" else [])
+        return " ".join([self.scale_name, *changed])
 
     def decisive(self) -> dict[str, Any]:
         """All that decides what is computed: a run's folder holds one value of this."""
@@ -149,7 +156,18 @@ class Config(_Model):
 
         Where the data lies and the device that was asked for are left out: a record names both as they were found.
         """
-        apart = {"precision", "scale", "scaling", "max_skips", "seed", "count", "data_dir", "device", "threads"}
+        apart = {
+            "precision",
+            "scale",
+            "scaling",
+            "layerwise",
+            "max_skips",
+            "seed",
+            "count",
+            "data_dir",
+            "device",
+            "threads",
+        }
         return _digest(self.without_later_defaults(COSMETIC | apart))
 
     @classmethod
@@ -176,12 +194,14 @@ class Config(_Model):
         return Path(self.results).expanduser().absolute() / name
 
 
+MOVING = ("dynamic", "layerwise")
+"""Scales that move, as `scaling` says."""
 COSMETIC = {"results", "out", "log_every", "checkpoint_every", "tensorboard", "progress", "workers", "warmup", "paper"}
 """Settings that may change between a run and its resumption: they change no weight."""
 
 
-def _changed(scaling: ScalingConfig) -> list[str]:
-    default = ScalingConfig()
+def _changed(scaling: ScalingConfig | LayerwiseConfig) -> list[str]:
+    default = type(scaling)()
     return [f"{k}={v:g}" for k, v in scaling if v != getattr(default, k)]
 
 
@@ -215,15 +235,19 @@ def check(values: Mapping[str, Any], baseline: Mapping[str, Any] | None = None) 
 def _about_scale(scale: Any, precision: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     effective = precision.get("scale", "none") if scale is None else scale
     found = []
-    if isinstance(scale, bool) or (isinstance(scale, str) and scale not in ("dynamic", "none")):
-        found.append(f"scale={scale}: give a positive number (static), dynamic or none")
+    if isinstance(scale, bool) or (isinstance(scale, str) and scale not in ("none", *MOVING)):
+        found.append(f"scale={scale}: give a positive number (static), dynamic, layerwise or none")
     elif isinstance(scale, (int, float)) and not 2.0**-126 <= scale <= 2.0**126:
-        found.append(f"scale={scale}: give a positive number (static; a power of two is exact), dynamic or none")
-    elif effective != "dynamic":
+        found.append(
+            f"scale={scale}: give a positive number (static; a power of two is exact), dynamic, layerwise or none"
+        )
+    elif effective not in MOVING:
         default = ScalingConfig()
         for key, value in settings.items():
             if value != getattr(default, key, value):
-                found.append(f"scaling.{key}={value} has no effect with scale={effective}; set scale=dynamic")
+                found.append(
+                    f"scaling.{key}={value} has no effect with scale={effective}; set scale=dynamic or layerwise"
+                )
     low, high, init = settings.get("floor"), settings.get("ceiling"), settings.get("init")
     if all(isinstance(v, (int, float)) for v in (low, high)) and low > high:  # type: ignore[operator]
         found.append(f"scaling.floor={low} is above scaling.ceiling={high}")

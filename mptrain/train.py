@@ -97,7 +97,9 @@ class Run:
         self.buffers = MovingBuffers(self.models.values())
         self.has_buffers = any(True for model in self.models.values() for _ in model.buffers())
         settings = {k: v for k, v in config.scaling.model_dump().items() if v is not None}
-        self.scaler = scaling.loss_scaler(config.scale_name, scaling.DynamicSettings(**settings))
+        self.scaler = scaling.loss_scaler(
+            config.scale_name, scaling.DynamicSettings(**settings), self.models, **config.layerwise.model_dump()
+        )
 
         options = config.optimizer
         self.optimizers = {
@@ -197,7 +199,7 @@ class Run:
                 self.recent[name].append(loss.detach() if size == total else loss.detach() * (size / total))
                 self.loss_dtype = loss.dtype
                 share = loss if size == self.units else loss * (size / self.units)
-                (share if self.scaler.value == 1 else self.scaler.scale(share)).backward()
+                self.scaler.scale(share).backward()
                 if number == len(window):
                     self.apply(name)
         if skipped := self.scaler.update():

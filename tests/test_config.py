@@ -104,7 +104,9 @@ NO_SCALES = [0, -1, 0.0, float("nan"), float("inf"), 1e400, "abc", "", True, 1e-
 @pytest.mark.parametrize("scale", NO_SCALES)
 def test_scales_that_are_none(scale):
     (found,) = complaints(scale=scale)
-    assert found.startswith(f"scale={scale}: give a positive number (static") and found.endswith("dynamic or none")
+    assert found.startswith(f"scale={scale}: give a positive number (static") and found.endswith(
+        "dynamic, layerwise or none"
+    )
 
 
 @pytest.mark.parametrize("scale, name", [(8, "8"), (2.0**-10, "0.0009765625"), (1234567.0, "1234567"), (0.1, "0.1"),

@@ -65,6 +65,18 @@ def test_three_steps(recipe, precision, tmp_path):
     assert len(runs) == 1 and not excluded
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", SMALL)
+def test_three_steps_with_a_scale_for_every_layer(recipe, tmp_path):
+    settings = config(
+        recipe, "fp16", tmp_path / "run", data="synthetic", steps=3, batch_size=4, log_every=1, warmup=1,
+        scale="layerwise", layerwise={"every": 1},
+    )  # fmt: skip
+    summary = train(settings)
+    assert summary["status"] == "finished" and summary["scale"] == "layerwise every=1"
+    assert summary["steps"]["applied"] >= 1
+
+
 @pytest.mark.parametrize("recipe", SMALL)
 def test_recipe_says_what_and_never_how(recipe):
     text = files.config("recipe", recipe).read_text(encoding="utf-8")

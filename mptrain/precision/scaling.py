@@ -1,4 +1,4 @@
-"""Loss scaling: none, static, dynamic.
+"""Loss scaling: none, static, dynamic; per layer in layerwise.py.
 
 FP16 gradients below 2^-25 become zero. Multiplying the loss by a constant shifts every gradient up by the same factor
 (the chain rule does the work); the gradients are divided by it again, in FP32, before clipping and the update
@@ -16,11 +16,12 @@ tolerance (fairseq).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mptrain.errors import UserError
@@ -48,8 +49,8 @@ class LossScaler:
         self._scratch: dict[torch.device, tuple[float, Tensor, Tensor]] = {}
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the factor, in FP32."""
-        return loss.float() * self.value
+        """The loss times the factor, in FP32; the loss itself if there is nothing to do. Then call backward on it."""
+        return loss if self.value == 1 and loss.dtype == torch.float32 else loss.float() * self.value
 
     def unscale_(self, optimizer: Optimizer) -> bool | None:
         """Divides the optimizer's gradients by the factor in place; returns whether all are finite, None without any.
@@ -203,12 +204,26 @@ class DynamicScaler(LossScaler):
         self.since_moved, self.bad_since_moved = state["since_moved"], state["bad_since_moved"]
 
 
-def loss_scaler(scale: str | float, settings: DynamicSettings | None = None) -> LossScaler:
-    """The scaler that `scale=` names: "none", a number (static), or "dynamic"; raises UserError for anything else."""
+def loss_scaler(
+    scale: str | float,
+    settings: DynamicSettings | None = None,
+    models: Mapping[str, nn.Module] | None = None,
+    **layerwise: Any,
+) -> LossScaler:
+    """The scaler that `scale=` names: "none", a number (static), "dynamic" or "layerwise"; UserError for anything else.
+
+    models, layerwise: the networks and the further settings of `LayerwiseScaler`; the others have no use for them.
+    """
     if scale == "none":
         return LossScaler()
     if scale == "dynamic":
         return DynamicScaler(settings)
+    if scale == "layerwise":
+        from mptrain.precision.layerwise import LayerwiseScaler
+
+        if models is None:
+            raise UserError("scale=layerwise needs the networks: LayerwiseScaler({'model': model})")
+        return LayerwiseScaler(models, settings, **layerwise)
     return StaticScaler(check_scale(scale))
 
 
@@ -219,7 +234,9 @@ def check_scale(value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not 2.0**-126 <= number <= 2.0**126:
-        raise UserError(f"scale={value}: give a positive number (a power of two is exact, e.g. 128), dynamic or none")
+        raise UserError(
+            f"scale={value}: give a positive number (a power of two is exact, e.g. 128), dynamic, layerwise or none"
+        )
     return number
 
 
