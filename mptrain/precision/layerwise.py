@@ -40,8 +40,8 @@ PRODUCTS = (
 )  # fmt: skip
 """How the backward nodes of dot products are called, up to a suffix."""
 REARRANGING = (
-    "ToCopy", "TBackward", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze", "Slice",
-    "Clone", "Alias", "Expand", "_Image",
+    "ToCopy", "TBackward", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze",
+    "Slice", "Clone", "Alias", "Expand", "_Image",
 )  # fmt: skip
 """Nodes that only move, copy or cast: a weight on its way into a product."""
 OPAQUE = ("CheckpointFunction",)
