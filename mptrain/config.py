@@ -245,9 +245,7 @@ def _about_scale(scale: Any, precision: dict[str, Any], settings: dict[str, Any]
         default = ScalingConfig()
         for key, value in settings.items():
             if value != getattr(default, key, value):
-                found.append(
-                    f"scaling.{key}={value} has no effect with scale={effective}; set scale=dynamic or layerwise"
-                )
+                found.append(f"scaling.{key}={value} has no effect with scale={effective}; set scale=dynamic")
     low, high, init = settings.get("floor"), settings.get("ceiling"), settings.get("init")
     if all(isinstance(v, (int, float)) for v in (low, high)) and low > high:  # type: ignore[operator]
         found.append(f"scaling.floor={low} is above scaling.ceiling={high}")
