@@ -22,6 +22,10 @@ SIZE = 512
 """Rows and columns of the measured matrix product."""
 PACKAGES = ("torch", "torchvision", "torchaudio", "hydra-core", "omegaconf", "numpy", "datasets", "torchmetrics")
 OLDEST_TORCH = (2, 11)
+EXACTNESS = """exactness on a CPU the same command gives the same bits, resumed or not, with any number of workers
+          not exact on a GPU: sums by atomic additions (gradients of embeddings, of upsampling and of CTC, index_add),
+          the convolution that cuDNN picks, and cuBLAS on several streams; two runs differ as two seeds do, if less
+          not exact anywhere: other numbers of threads or ranks (they sum in another order), other versions"""
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -50,6 +54,7 @@ def doctor(argv: Sequence[str]) -> int:
     console.print(_modes_table(device, problems))
     for line in _data_lines(arguments.data_dir, problems):
         console.print(line, highlight=False)
+    console.print(EXACTNESS, highlight=False)
     for problem in problems:
         console.print(f"problem: {problem}", style="bold", highlight=False)
     console.print("nothing is wrong" if not problems else f"{len(problems)} problem(s)", highlight=False)

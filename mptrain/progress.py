@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import cache
 from typing import Any
 
 from mptrain.config import Config
@@ -35,6 +36,8 @@ class Progress(AbstractContextManager):
             self.task = self.bar.add_task(title, total=config.steps, completed=start, last="")
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
+
+            _errors_are_told_once()
 
             # what a killed process showed beyond its last checkpoint comes again
             self.writer = SummaryWriter(str(record.folder), purge_step=start + 1)
@@ -73,3 +76,17 @@ class Progress(AbstractContextManager):
         """Brings to the disk what has been shown, before a checkpoint relies on it."""
         if self.writer is not None:
             self.writer.flush()
+
+
+@cache
+def _errors_are_told_once() -> None:
+    """TensorBoard writes from a thread, which keeps an error for the next point or flush and prints it as well."""
+    from tensorboard.summary.writer.event_file_writer import _AsyncWriterThread
+
+    plain = _AsyncWriterThread.run
+
+    def run(self: Any) -> None:
+        with suppress(OSError):
+            plain(self)
+
+    _AsyncWriterThread.run = run

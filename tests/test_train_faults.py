@@ -145,3 +145,21 @@ def test_a_killed_loader_process(tmp_path):
     process = started(command, arguments, "again")
     process.join(60)
     assert process.exitcode == 0 and "resuming after step" in (tmp_path / "again").read_text()
+
+
+def no_room_for_points(arguments, said):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "events.out.tfevents")
+
+    RecordWriter.write = write
+    command(arguments, said)
+
+
+def test_tensorboard_on_a_full_disk(tmp_path):
+    """Its thread's error is told once, by the process."""
+    process = started(no_room_for_points, OPTIONS, "said")
+    process.join(60)
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == 1 and "Traceback" not in said and "No space left on device" in said, said
