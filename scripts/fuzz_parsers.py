@@ -206,7 +206,7 @@ def guided(name: str, seconds: float, keep: Path) -> None:
         (corpus / hashlib.sha1(content).hexdigest()).write_bytes(content)
     with atheris.instrument_imports(include=["mptrain", "yaml", "json"]):
         refused_in_words(TARGETS[name], seeds(name)[0])
-    limits = [f"-max_total_time={seconds:.0f}", "-timeout=20", "-rss_limit_mb=3000", "-print_final_stats=1"]
+    limits = [f"-max_total_time={seconds:.0f}", "-timeout=300", "-rss_limit_mb=3000", "-print_final_stats=1"]
     atheris.Setup(
         [sys.argv[0], *limits, f"-artifact_prefix={keep}/{name}-", str(corpus)],
         lambda content: refused_in_words(TARGETS[name], content),
