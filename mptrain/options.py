@@ -17,7 +17,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "rmsprop": {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False,
                 "maximize": False},
 }  # fmt: skip
-"""Names and defaults are those of torch.optim; `foreach`, which changes nothing but speed, is left to torch."""
+"""Names and defaults are those of torch.optim; `foreach`, which changes nothing but speed, is not theirs to set."""
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "constant": {},

@@ -38,6 +38,31 @@ def test_every_optimizer_is_torchs_own(name):
     assert torch.equal(ours[0], theirs[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("sgd", {"momentum": 0.9, "nesterov": True, "weight_decay": 5e-4}),
+        ("adam", {"weight_decay": 0.1, "amsgrad": True}),
+        ("adamw", {}),
+        ("adagrad", {}),
+        ("rmsprop", {"momentum": 0.9, "centered": True}),
+    ],
+)
+def test_looping_in_cpp_changes_no_bit(name, settings):
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in ((7, 5), (7,), (3, 7, 2, 2))]
+    ours, theirs = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    built = optimizer(name, ours, 0.01, **settings)
+    reference = OPTIMIZERS[name](theirs, lr=0.01, foreach=False, **settings)
+    for _ in range(30):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator) * 10 ** (3 * torch.randn((), generator=generator))
+            q.grad = p.grad.clone()
+        built.step()
+        reference.step()
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
 def test_mistakes_are_said():
     with pytest.raises(UserError, match="optimizer.momentm is not an option of sgd; did you mean momentum"):
         optimizer("sgd", parameters(), 0.1, momentm=0.9)

@@ -85,14 +85,20 @@ class LossScaler:
     def _unscale(self, gradients: list[Tensor]) -> bool:
         """Multiplies by 1 / factor in place and tells whether all values are finite; waits for the device once."""
         places = {(g.dtype, g.get_device()) for g in gradients}
-        groups = [gradients]
-        if len(places) > 1:
-            groups = [[g for g in gradients if (g.dtype, g.get_device()) == place] for place in places]
+        if len(places) == 1:
+            inverse, found_inf = self._inverse(gradients[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
+            finite = found_inf.item() == 0
+            if not finite:
+                found_inf.zero_()
+            return finite
+        groups = [[g for g in gradients if (g.dtype, g.get_device()) == place] for place in places]
         found = []
         for group in groups:
             inverse, found_inf = self._inverse(group[0].device)
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf.zero_(), inverse)
-            found.append(found_inf if len(groups) == 1 else found_inf.clone())
+            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
+            found.append(found_inf.clone())
+            found_inf.zero_()
         return not any(f.item() for f in found)
 
     def _inverse(self, device: torch.device) -> tuple[Tensor, Tensor]:
