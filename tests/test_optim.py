@@ -131,8 +131,9 @@ def test_every_schedule_stays_between_zero_and_one(name):
 
 def test_an_average_by_hand():
     network = nn.Linear(1, 1, bias=False)
+    start = 0.5
+    nn.init.constant_(network.weight, start)
     average = Average({"model": list(network.parameters())}, decay=0.75)
-    start = network.weight.item()
     with torch.no_grad():
         network.weight.fill_(start + 4)
     average.update("model")
