@@ -25,6 +25,7 @@ VERBS = {
         "mptrain.reproduce:reproduce",
         "every run of the paper's tables and figures, and verdicts on its claims",
     ),
+    "report": ("mptrain.results.report.verb:report", "claims, tables and number formats as one page, from records"),
     "doctor": ("mptrain.doctor:doctor", "what runs natively here, what is emulated, and how fast"),
 }
 
