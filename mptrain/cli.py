@@ -26,6 +26,7 @@ VERBS = {
         "every run of the paper's tables and figures, and verdicts on its claims",
     ),
     "report": ("mptrain.results.report.verb:report", "claims, tables and number formats as one page, from records"),
+    "probe": ("mptrain.probe:probe", "a few FP32 steps: what FP16 would lose at each loss scale, and what to use"),
     "doctor": ("mptrain.doctor:doctor", "what runs natively here, what is emulated, and how fast"),
 }
 

@@ -1,0 +1,178 @@
+"""A census of gradients by exponent: what every loss scale would flush or overflow, before any is tried.
+
+Taken in FP32, so that a zero is a true zero and every other number is seen (Mixed Precision Training, figures 2b, 3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mptrain.watch.histogram import Histogram
+from mptrain.watch.statistics import describe
+
+SCALES = tuple(2.0**k for k in range(25))
+LOST = 2048.0
+"""A weight this many times its update or more keeps its value in FP16 (figure 2b)."""
+
+
+class Census:
+    """Histograms per layer and kind ("activation gradient", "weight gradient"), added up over steps.
+
+    largest: of each layer, the largest output of the forward pass. outputs: of each output of a whole network, the
+    largest size of the gradient that the loss gives to one of its numbers. lost: weights of which an update would be
+    lost in FP16 and all nonzero ones.
+    """
+
+    def __init__(self) -> None:
+        self.histograms: dict[tuple[str, str], Histogram] = defaultdict(Histogram)
+        self.largest: dict[str, float] = defaultdict(float)
+        self.outputs: dict[str, float] = defaultdict(float)
+        self.lost = [0, 0]
+
+    def whole(self, kind: str) -> Histogram:
+        """All layers as one."""
+        return sum((h for (_, k), h in self.histograms.items() if k == kind), Histogram())
+
+    def layers(self, kind: str) -> dict[str, Histogram]:
+        return {layer: h for (layer, k), h in self.histograms.items() if k == kind}
+
+    @contextmanager
+    def taking(self, models: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+        """Everything that happens inside is counted."""
+        handles: list[Any] = []
+        names: dict[Tensor, str] = {}
+        several = len(models) > 1
+        for prefix, model in models.items():
+            for path, module in model.named_modules():
+                full = ".".join(part for part in (prefix if several else "", path) if part)
+                if not any(True for _ in module.children()):
+                    handles.append(module.register_forward_hook(self._layer(full or prefix)))
+                if not path:
+                    handles.append(module.register_forward_hook(self._outputs(prefix)))
+            for name, p in model.named_parameters():
+                names[p] = f"{prefix}.{name}" if several else name
+        for optimizer in optimizers:
+            handles += self._updates(optimizer, names)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _layer(self, path: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            for t in _tensors(output):
+                self.largest[path] = max(self.largest[path], describe(t).max or 0.0, -(describe(t).min or 0.0))
+                if t.requires_grad:
+                    t.register_hook(lambda g: self._add(path, "activation gradient", g))
+
+        return hook
+
+    def _outputs(self, prefix: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            for number, t in enumerate(_tensors(output)):
+                if t.requires_grad and t.numel() > 1:
+                    key = f"{prefix} output {number + 1}"
+                    t.register_hook(lambda g, key=key: self._note_output(key, g))
+
+        return hook
+
+    def _note_output(self, key: str, gradient: Tensor) -> None:
+        self.outputs[key] = max(self.outputs[key], float(gradient.abs().max()))
+
+    def _add(self, layer: str, kind: str, t: Tensor) -> None:
+        self.histograms[layer, kind] += describe(t).histogram
+
+    def _updates(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> list[Any]:
+        before: dict[Tensor, Tensor] = {}
+
+        def look(*_: Any) -> None:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        before[p] = p.detach().clone()
+                        self._add(names[p], "weight gradient", p.grad)
+
+        def compare(*_: Any) -> None:
+            for p, old in before.items():
+                update = (p.detach() - old).abs()
+                self.lost[0] += int(((old.abs() > LOST * update) & (old != 0)).sum())
+                self.lost[1] += int(torch.count_nonzero(old))
+            before.clear()
+
+        return [optimizer.register_step_pre_hook(look), optimizer.register_step_post_hook(compare)]
+
+
+class Advice(NamedTuple):
+    precision: str
+    scale: str
+    reason: str
+
+
+def recommend(census: Census) -> Advice:
+    """The mildest cure whose flushed share is under 1 % over all and 5 % in every layer, and why."""
+    if (peak := max(census.largest.values(), default=0.0)) > 65504 / 4:
+        layer = max(census.largest, key=census.largest.__getitem__)
+        return Advice(
+            "bf16", "none", f"the output of {layer} reaches {peak:.3g}, near FP16's 65,504; a scale cannot help"
+        )
+    layers = census.layers("activation gradient") | {
+        f"{name} (weights)": h for name, h in census.layers("weight gradient").items()
+    }
+    whole = sum(layers.values(), Histogram())
+    safe = [s for s in SCALES if not any(h.overflowed(4 * s) for h in layers.values())]
+
+    def flushed(scale: float) -> tuple[float, float, str]:
+        worst = max(layers, key=lambda name: layers[name].flushed(scale), default="")
+        return whole.flushed(scale), layers[worst].flushed(scale) if worst else 0.0, worst
+
+    for scale in safe:
+        overall, worst, _ = flushed(scale)
+        if overall < 0.01 and worst < 0.05:
+            before = f"without a scale {whole.flushed(1):.1%} of the nonzero gradients would be flushed, "
+            kept = f"at {scale:g} {overall:.2%} are, and the largest stays a factor of 4 from overflow"
+            return Advice("fp16", "none" if scale == 1 else f"{scale:g}", kept if scale == 1 else before + kept)
+    best = safe[-1] if safe else 1.0
+    overall, worst, name = flushed(best)
+    wide = [layer for layer, h in layers.items() if h.binades() > 40]
+    if wide:
+        return Advice(
+            "bf16", "none", f"{wide[0]} alone spans {layers[wide[0]].binades()} binades, more than FP16 has (40)"
+        )
+    return Advice(
+        "fp16",
+        "layerwise",
+        f"the largest safe scale for all layers, {best:g}, still flushes {overall:.1%} over all and {worst:.1%} in "
+        f"{name}, while each layer alone fits; bf16 is the simpler cure",
+    )
+
+
+def rows(census: Census) -> Iterator[dict[str, Any]]:
+    """One row per layer and kind, and one over all of each kind: shares and counts by exponent."""
+    for kind in ("activation gradient", "weight gradient"):
+        for layer, h in {"(all)": census.whole(kind), **census.layers(kind)}.items():
+            total = max(1, h.nonzero + h.zero)
+            yield {
+                "layer": layer,
+                "kind": kind,
+                "values": h.nonzero + h.zero,
+                "zero": h.zero / total,
+                "flushed": {f"2^{int(math.log2(s))}": h.flushed(s) for s in SCALES},
+                "overflowed": {f"2^{int(math.log2(s))}": h.overflowed(s) for s in SCALES},
+                "exponents": {str(e): count for e, count in sorted(h.exponents.items())},
+            }
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []
