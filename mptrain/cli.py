@@ -27,6 +27,7 @@ VERBS = {
     ),
     "report": ("mptrain.results.report.verb:report", "claims, tables and number formats as one page, from records"),
     "probe": ("mptrain.probe:probe", "a few FP32 steps: what FP16 would lose at each loss scale, and what to use"),
+    "estimate": ("mptrain.estimate:estimate", "memory, operations and a roofline time per step, without a GPU"),
     "doctor": ("mptrain.doctor:doctor", "what runs natively here, what is emulated, and how fast"),
 }
 

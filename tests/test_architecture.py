@@ -21,6 +21,7 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "options": set(),
     "paper": {"files"},
     "process": set(),
+    "gpus": set(),
     "memory": set(),
     "config": {"files", "options", "paper", "precision.modes"},
     "optim": {"files", "options"},
