@@ -30,7 +30,7 @@ def test_roofline_takes_the_slower_of_peak_and_bandwidth():
     assert found.seconds(gpu, tf32=True) == 2.5 + 3 + 1
 
 
-@pytest.mark.parametrize("recipe", ["resnet", "translate", "gan", "language"])
+@pytest.mark.parametrize("recipe", ["resnet", "gan"])
 def test_memory_is_that_of_a_real_step(recipe, tmp_path):
     settings = [f"+recipe={recipe}", "data=synthetic", "batch_size=16", "steps=3", "device=cpu", "progress=false"]
     config = compose.config([*settings, "tensorboard=false", "warmup=1", f"out={tmp_path / 'run'}"])
@@ -38,6 +38,7 @@ def test_memory_is_that_of_a_real_step(recipe, tmp_path):
     assert math.isclose(step(config, Precision.load("fp32")).peak, measured, rel_tol=0.02)
 
 
+@pytest.mark.slow
 def test_resnet50_needs_less_than_60_percent_in_16_bits():
     config = compose.config(["+recipe=resnet50_paper", "batch_size=32"])
     full, half = (step(config, Precision.load(name)) for name in ("fp32", "fp16"))
@@ -46,7 +47,7 @@ def test_resnet50_needs_less_than_60_percent_in_16_bits():
     assert 0.5 < half.peak / full.peak < 0.6
     assert half.memory["weights"] == full.memory["weights"] == 4 * full.parameters
     # 4.1 G multiply-adds a picture forward, twice that backward (but for the first layer's input)
-    assert full.flops == pytest.approx(32 * 3 * 2 * 4.1e9, rel=0.05) == pytest.approx(half.flops, rel=0.05)
+    assert full.flops == half.flops == pytest.approx(32 * 3 * 2 * 4.1e9, rel=0.05)
 
 
 @pytest.mark.slow
@@ -70,4 +71,4 @@ def test_the_table_names_gpus_and_what_is_left_out(capsys):
     printed = capsys.readouterr().out
     assert "left out: what the allocator keeps" in printed
     row = next(line for line in printed.splitlines() if "bf16" in line)
-    assert row.replace("│", "|").split("|")[10].strip() == "-"  # no BF16 on a V100
+    assert row.replace("│", "|").split("|")[-5].strip() == "-"  # no BF16 on a V100
