@@ -67,6 +67,24 @@ def expected(values: torch.Tensor, name: str) -> list[float]:
     return rounded.tolist()
 
 
+def opened(folder, html: str) -> tuple[str, str]:
+    """The page as headless Chromium has it after its scripts, and what Chromium logged."""
+    (folder / "page.html").write_text(html, encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command = [CHROMIUM, *options, f"--user-data-dir={folder / 'profile'}", f"file://{folder / 'page.html'}"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return ran.stdout, ran.stderr
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium to open the page")
+def test_the_page_fills_its_formats_under_its_own_policy(tmp_path):
+    dom, log = opened(tmp_path, page(Document([])))
+    fp16 = dom.partition('<tr data-format="FP16">')[2].partition("</tr>")[0]
+    assert ">0000000001<" in fp16 and ">5.960464477539063e-8<" in fp16 and "subnormal" in fp16
+    assert dom.count(">lost: rounded to zero<") == 2  # both FP8 formats
+    assert "CONSOLE" not in log
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium to run the page's scripts")
 def test_typed_numbers_round_as_torch_rounds_them(tmp_path):
     inputs = doubles()
@@ -77,12 +95,8 @@ def test_typed_numbers_round_as_torch_rounds_them(tmp_path):
         "return Object.is(v, -0) ? '-0' : String(v) + ' ' + bits(v, name).join(''); });"
         "document.getElementById('out').textContent = JSON.stringify(out);"
     )
-    (tmp_path / "t.html").write_text(f"<pre id=out></pre><script>{script('formats.js')}\n{code}</script>")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    dom = subprocess.run(
-        [CHROMIUM, *options, f"file://{tmp_path / 't.html'}"], capture_output=True, text=True, timeout=120
-    )
-    got = json.loads(dom.stdout.partition('<pre id="out">')[2].partition("</pre>")[0])
+    dom, _ = opened(tmp_path, f"<pre id=out></pre><script>{script('formats.js')}\n{code}</script>")
+    got = json.loads(dom.partition('<pre id="out">')[2].partition("</pre>")[0])
     values = torch.tensor(inputs, dtype=torch.float32)
     for name, texts in got.items():
         for x, text, want in zip(inputs, texts, expected(values, name), strict=True):

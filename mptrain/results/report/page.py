@@ -17,7 +17,8 @@ FORMATS = ("FP32", "TF32", "BF16", "FP16", "FP8 E4M3", "FP8 E5M2")
 TITLE = "mptrain: report"
 
 STYLE = """
-.bits { font-family: ui-monospace, monospace; overflow-wrap: anywhere; }
+.bits { font-family: ui-monospace, monospace; } .bits span { display: inline-block; }
+.stored { white-space: nowrap; }
 .bits .sign { color: var(--bad); } .bits .exponent { color: var(--good); }
 .bits span + span { margin-left: .5em; }
 input { font: inherit; padding: .3rem .5rem; width: 14rem; max-width: 100%; }
