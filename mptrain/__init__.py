@@ -1,7 +1,8 @@
 """Mixed precision training experiments: one recipe, every precision, from command to table.
 
-As a library, without the runner: `Precision` (how numbers are kept), `loss_scaler`, `MovingBuffers`, `Record`,
-`compare`. Each is imported when it is first used, so `import mptrain` is instant. scripts/own_loop.py is an example.
+As a library, without the runner: `Precision` (how numbers are kept), `loss_scaler`, `MovingBuffers`, `Watch`,
+`Record`, `compare`. Each is imported when it is first used, so `import mptrain` is instant. scripts/own_loop.py is an
+example.
 """
 
 import importlib
@@ -17,6 +18,7 @@ _HOME = {
     "loss_scaler": "mptrain.precision.scaling",
     "Record": "mptrain.results.record",
     "UserError": "mptrain.errors",
+    "Watch": "mptrain.watch.hook",
 }
 __all__ = [
     "Counter",
@@ -25,6 +27,7 @@ __all__ = [
     "Precision",
     "Record",
     "UserError",
+    "Watch",
     "loss_scaler",
 ]
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from mptrain.precision.modes import Precision
     from mptrain.precision.scaling import DynamicSettings, loss_scaler
     from mptrain.results.record import Record
+    from mptrain.watch.hook import Watch
 
 
 def __getattr__(name: str) -> Any:

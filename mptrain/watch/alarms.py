@@ -1,0 +1,313 @@
+"""Alarms: what rows of watch.parquet say that a loss curve does not say yet. Needs rows only, no torch.
+
+A loss scaler watches infinities and never zeros. Runs that end in divergence after days had layers whose gradients
+became zero within the first thousand steps; under 1 % of lost gradients and flat is healthy, 5 % and more, or a share
+that rises, is not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mptrain.watch.histogram import INFINITE_FROM, Histogram
+
+Rows = Sequence[dict[str, Any]]
+
+UNDERFLOW, HEALTHY = 0.05, 0.01
+TREND_STEPS, TREND_POINTS, TREND_P = 1000, 8, 0.01
+SPAN = 40
+NEAR_OVERFLOW = 65504 / 4
+COLLAPSE = 1024
+LOST = 0.5
+PATIENCE = 3
+"""Looks in a row before zeros or a scale at its floor are an alarm."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One thing that is wrong, with the step it was first seen, where, by what evidence, and what to do."""
+
+    rule: str
+    step: int
+    layers: tuple[str, ...]
+    evidence: str
+    advice: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "layers": list(self.layers[:20])}
+
+    def __str__(self) -> str:
+        some = ", ".join(self.layers[:5]) + (f" and {len(self.layers) - 5} more" if len(self.layers) > 5 else "")
+        return f"{self.rule} at step {self.step}{f' in {some}' if some else ''}: {self.evidence}; {self.advice}"
+
+
+class Alarms:
+    """Looks at collection after collection and tells what is new."""
+
+    def __init__(self, floor: float = 1.0):
+        self.floor = floor
+        self.found: list[Alarm] = []
+        self.rates: list[tuple[int, float]] = []
+        self.scales: list[tuple[int, float]] = []
+        self._zeros: dict[tuple[str, str], tuple[int, int] | None] = {}
+
+    def look(self, rows: Rows) -> list[Alarm]:
+        """The alarms that the rows of one step raise and no earlier ones did (another layer is new)."""
+        if not rows:
+            return []
+        step = rows[0]["step"]
+        rules = (underflow, span, near_overflow, buffers, lost_updates)
+        found = [alarm for rule in rules for alarm in rule(rows)]
+        found += self._trend(step, rows)
+        found += self._scale(step, rows)
+        found += self._zero_gradients(step, rows)
+        known: dict[str, set[str]] = {}
+        for alarm in self.found:
+            known.setdefault(alarm.rule, set()).update(alarm.layers or ("",))
+        new = [alarm for alarm in found if not set(alarm.layers or ("",)) <= known.get(alarm.rule, set())]
+        self.found += new
+        return new
+
+    def verdict(self) -> str:
+        """ "healthy", or the rules that were broken."""
+        return ", ".join(dict.fromkeys(alarm.rule for alarm in self.found)) or "healthy"
+
+    def _trend(self, step: int, rows: Rows) -> Iterator[Alarm]:
+        if step > TREND_STEPS or (rate := flushed_share(rows)) is None:
+            return
+        self.rates.append((step, rate))
+        if rate >= HEALTHY and len(self.rates) >= TREND_POINTS and rising([r for _, r in self.rates]) < TREND_P:
+            yield Alarm(
+                "rising underflow",
+                step,
+                (),
+                f"the share of gradients rounded to zero rose from {self.rates[0][1]:.2%} to {rate:.2%} since step "
+                f"{self.rates[0][0]} (Mann-Kendall p < {TREND_P:g})",
+                advice(rows),
+            )
+
+    def _scale(self, step: int, rows: Rows) -> Iterator[Alarm]:
+        scale = next((row["scale"] for row in rows if row["scale"] is not None), None)
+        if scale is None:
+            return
+        self.scales.append((step, scale))
+        settled = [s for _, s in self.scales[len(self.scales) // 4 :]]
+        largest = [row for row in gradients(rows) if row["inf"] or row["nan"]]
+        where = tuple(dict.fromkeys(row["layer"] for row in largest))
+        if len(self.scales) > PATIENCE and all(s <= self.floor < self.scales[0][1] for _, s in self.scales[-PATIENCE:]):
+            since = next(at for at, s in self.scales if s <= self.floor)
+            yield Alarm(
+                "scale at its floor",
+                step,
+                where,
+                f"the loss scale is {scale:g} since step {since}",
+                "gradients overflow whatever the scale: move to BF16, or look at provenance.json for a layer that "
+                "makes NaN",
+            )
+        elif max(settled) / scale >= COLLAPSE and len(self.scales) > PATIENCE:
+            yield Alarm(
+                "scale collapsed",
+                step,
+                where,
+                f"the loss scale fell from {max(settled):g} to {scale:g}",
+                "a smaller scaling.interval brings it back sooner; BF16 needs none",
+            )
+
+    def _zero_gradients(self, step: int, rows: Rows) -> Iterator[Alarm]:
+        adam = {(row["layer"], row["name"].split(".")[0]) for row in rows if row["name"].endswith("exp_avg_sq")}
+        layers, longest = [], 0
+        for row in rows:
+            key = row["layer"], row["name"]
+            if row["kind"] != "grad_weight" or key not in adam or row["name"] == "products":
+                continue
+            if row["zero"] < row["sampled"]:
+                self._zeros[key] = None
+            elif key in self._zeros:  # it has been seen alive
+                since, looks = self._zeros[key] or (step, 0)
+                self._zeros[key] = since, looks + 1
+                if looks + 1 >= PATIENCE:
+                    layers.append(row["layer"])
+                    longest = max(longest, step - since + 1)
+        if layers:
+            yield Alarm(
+                "gradients are zero",
+                step,
+                tuple(dict.fromkeys(layers)),
+                f"all of them for {longest} steps; once they return, Adam's update peaks at "
+                f"{adam_overshoot(longest):.2f} times the learning rate, since its second moment fades meanwhile",
+                "raise the scale or move to BF16 before that; lower the learning rate if they return",
+            )
+
+
+def products(rows: Rows, *kinds: str) -> list[dict[str, Any]]:
+    """Rows that count what rounding did, of gradients."""
+    return [
+        row for row in rows if row["flushed"] is not None and row["kind"] in (kinds or ("grad_input", "grad_weight"))
+    ]
+
+
+def gradients(rows: Rows) -> list[dict[str, Any]]:
+    return [row for row in rows if row["kind"] in ("grad_output", "grad_weight") and row["name"] != "products"]
+
+
+def flushed_share(rows: Rows) -> float | None:
+    """Of all gradients' products that were not zero, the share that rounding made zero; None if none were counted."""
+    counted = products(rows)
+    nonzero = sum(row["count"] - row["zero"] for row in counted)
+    return sum(row["flushed"] for row in counted) / nonzero if nonzero else None
+
+
+def underflow(rows: Rows) -> Iterator[Alarm]:
+    """Layers whose gradients rounding made zero: 5 % or more of their own, or all of what reaches them.
+
+    A layer is silenced if its gradients are all zero and a layer that comes later in the forward pass, earlier in the
+    backward pass, lost all of the gradient it hands on. Zeros alone are no sign of that: unused rows of an embedding,
+    dead ReLUs and padding have them too.
+    """
+    share = {
+        (row["layer"], row["kind"]): row["flushed"] / (row["count"] - row["zero"])
+        for row in products(rows)
+        if row["count"] > row["zero"]
+    }
+    order = {row["layer"]: row["order"] for row in rows if row["kind"] == "output"}
+    cut = [
+        order[layer] for (layer, kind), lost in share.items() if kind == "grad_input" and lost == 1 and layer in order
+    ]
+    own: dict[str, list[dict[str, Any]]] = {}
+    for row in gradients(rows):
+        own.setdefault(row["layer"], []).append(row)
+    silenced = {
+        layer
+        for layer, found in own.items()
+        if layer in order
+        and any(order[layer] < place for place in cut)
+        and all(row["zero"] == row["sampled"] > 0 for row in found)
+    }
+    lossy = {
+        layer: lost
+        for (layer, kind), lost in share.items()
+        if lost >= UNDERFLOW and not (kind == "grad_input" and lost == 1 and silenced)
+    }
+    layers = sorted(silenced | set(lossy), key=lambda layer: order.get(layer, 0))
+    if not layers:
+        return
+    of = len({layer for layer, _ in share} | set(own))
+    worst = 1.0 if silenced else max(lossy.values())
+    yield Alarm(
+        "underflow",
+        rows[0]["step"],
+        tuple(layers),
+        f"{len(layers)} of {of} layers ({len(layers) / of:.0%}) lose gradients to zero, up to {worst:.1%} of a layer's"
+        + (f"; nothing reaches {', '.join(sorted(silenced)[:5])}" if silenced else ""),
+        advice(rows),
+    )
+
+
+def advice(rows: Rows) -> str:
+    """Raise the scale if the largest gradient leaves room for it, else BF16."""
+    tops = [max(h.exponents) for row in gradients(rows) if (h := histogram(row)).exponents]
+    room = INFINITE_FROM - 3 - max(tops) if tops else 0
+    scale = next((row["scale"] for row in rows if row["scale"] is not None), None) or 1.0
+    if room >= 3:
+        return f"raise the loss scale: the largest gradient leaves room for {scale * 2.0**room:g} (now {scale:g})"
+    return "move to BF16: the largest gradient leaves no room for a higher loss scale"
+
+
+def histogram(row: dict[str, Any]) -> Histogram:
+    return Histogram.from_bins(row["first_exponent"] or 0, row["exponents"] or (), row["zero"])
+
+
+def span(rows: Rows) -> Iterator[Alarm]:
+    """Gradients that span more than 40 binades, which is all that FP16 has, subnormals included."""
+    wide = {row["layer"]: b for row in gradients(rows) if (b := histogram(row).binades()) > SPAN}
+    if wide:
+        yield Alarm(
+            "too wide for FP16",
+            rows[0]["step"],
+            tuple(wide),
+            f"gradients span {max(wide.values())} powers of two, the smallest 0.1 % left out; FP16 has {SPAN}",
+            "no single loss scale can hold them: use BF16",
+        )
+
+
+def near_overflow(rows: Rows) -> Iterator[Alarm]:
+    """Activations within a factor of 4 of FP16's largest number."""
+    near: dict[str, float] = {}
+    for row in rows:
+        if row["kind"] in ("input", "output") and row["name"] != "products" and row["max"] is not None:
+            size = math.inf if row["inf"] else max(-row["min"], row["max"])
+            if size >= NEAR_OVERFLOW:
+                near[row["layer"]] = max(size, near.get(row["layer"], 0.0))
+    if near:
+        yield Alarm(
+            "activations near overflow",
+            rows[0]["step"],
+            tuple(near),
+            f"values up to {max(near.values()):.4g}; FP16 ends at 65504",
+            "no loss scale changes this: use BF16, normalise, or keep these layers in FP32 (precision.keep_fp32)",
+        )
+
+
+def buffers(rows: Rows) -> Iterator[Alarm]:
+    """Statistics that are not finite: a skipped step left them behind, and every evaluation will be wrong."""
+    bad = [row for row in rows if row["kind"] == "buffer" and (row["nan"] or row["inf"])]
+    if bad:
+        yield Alarm(
+            "buffers not finite",
+            rows[0]["step"],
+            tuple(dict.fromkeys(row["layer"] for row in bad)),
+            f"{', '.join(dict.fromkeys(row['name'] for row in bad))} hold NaN or inf",
+            "restore buffers when a step is skipped (mptrain.MovingBuffers), and go on from an earlier checkpoint",
+        )
+
+
+def lost_updates(rows: Rows) -> Iterator[Alarm]:
+    """Weights kept in 16 bits that did not move although their gradient was not zero."""
+    share = {
+        (row["layer"], row["name"]): row["lost"] / row["sampled"]
+        for row in rows
+        if row["kind"] == "weight" and row["lost"] is not None and row["sampled"]
+    }
+    lossy = {key: lost for key, lost in share.items() if lost >= LOST}
+    if lossy:
+        yield Alarm(
+            "updates lost to rounding",
+            rows[0]["step"],
+            tuple(dict.fromkeys(layer for layer, _ in lossy)),
+            f"up to {max(lossy.values()):.0%} of a tensor's weights are so large beside their update that it rounds "
+            "away (FP16: 2048 times)",
+            "keep an FP32 master copy (precision=fp16_master or fp16)",
+        )
+
+
+def rising(values: Sequence[float]) -> float:
+    """One-sided p of the Mann-Kendall test for a rising trend, by its normal approximation with ties."""
+    n = len(values)
+    s = sum((b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :])
+    ties = [values.count(v) for v in set(values)]
+    variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties)) / 18
+    if s <= 0 or variance <= 0:
+        return 1.0
+    return 0.5 * math.erfc((s - 1) / math.sqrt(2 * variance))
+
+
+def adam_overshoot(steps: int, beta1: float = 0.9, beta2: float = 0.999) -> float:
+    """The largest update, in learning rates, after a constant gradient was zero for so many steps and came back."""
+    m, v, peak = beta1**steps, beta2**steps, 1.0
+    for _ in range(200):
+        m, v = beta1 * m + 1 - beta1, beta2 * v + 1 - beta2
+        peak = max(peak, m / math.sqrt(v))
+    return peak
+
+
+def replay(rows: Iterable[dict[str, Any]], floor: float = 1.0) -> Alarms:
+    """The alarms of a whole table, for a run that goes on and for a report."""
+    alarms, by_step = Alarms(floor), {}
+    for row in rows:
+        by_step.setdefault(row["step"], []).append(row)
+    for step in sorted(by_step):
+        alarms.look(by_step[step])
+    return alarms

@@ -1,0 +1,78 @@
+"""watch.parquet: one row per step, layer and tensor, in parts, so that a killed run loses none it has checkpointed.
+
+A folder of parts, each named by the last step in it, which pandas, pyarrow and DuckDB read as one table:
+
+    step        applied to; 1 is the first
+    layer       path of the module ("" for the loss); `order`: when it ran first within the step
+    kind        input | output | grad_output | weight | grad_weight | moment | buffer | loss; of products grad_input
+    name        of the parameter, moment or buffer; "products" where the row counts what rounding did to the products
+    dtype       as the tensor is kept; `calls`: how many tensors were taken together
+    scale       the loss scale that gradients carried
+    count, sampled, norm, min, max, mean, abs_mean, std, zero, nan, inf, subnormal, below, above
+                see Statistics: magnitudes are without the loss scale, counts are of the tensor as it was
+    flushed     of products: nonzero before rounding and zero after; null where this cannot be known
+    lost        of weights kept in 16 bits: how many did not move although their gradient was not zero; null elsewhere
+    first_exponent, exponents
+                counts of 2^e <= |x| < 2^(e+1) from the first exponent on, loss scale included
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+TEXT = ("layer", "kind", "name", "dtype")
+WHOLE = ("step", "order", "calls", "count", "sampled", "zero", "nan", "inf", "subnormal", "below", "above", "flushed",
+         "lost", "first_exponent")  # fmt: skip
+REAL = ("scale", "norm", "min", "max", "mean", "abs_mean", "std")
+
+
+class Store:
+    """Rows on their way to the disk."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.waiting: list[dict[str, Any]] = []
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        self.waiting += rows
+
+    def flush(self) -> None:
+        """Writes what waits as one more part, whole or not at all."""
+        if not self.waiting:
+            return
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        columns = (
+            [(n, pa.string()) for n in TEXT] + [(n, pa.int64()) for n in WHOLE] + [(n, pa.float64()) for n in REAL]
+        )
+        table = pa.Table.from_pylist(self.waiting, pa.schema([*columns, ("exponents", pa.list_(pa.int64()))]))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"{max(row['step'] for row in self.waiting):09d}.parquet"
+        temporary = self.folder / f".{name}.{os.getpid()}.tmp"
+        pq.write_table(table, temporary)
+        os.replace(temporary, self.folder / name)
+        self.waiting = []
+
+    def cut(self, step: int) -> list[dict[str, Any]]:
+        """Drops all rows after a step, from where the run goes on; returns those that stay, in order."""
+        self.waiting = []
+        stay: list[dict[str, Any]] = []
+        for path in sorted(self.folder.glob("*.parquet")) if self.folder.is_dir() else ():
+            rows = read_part(path)
+            keep = [row for row in rows if row["step"] <= step]
+            stay += keep
+            if len(keep) < len(rows):
+                path.unlink()
+                self.waiting += keep
+        self.flush()
+        return stay
+
+
+def read_part(path: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(path).read().to_pylist()  # type: ignore[no-any-return]

@@ -1,0 +1,239 @@
+"""Watch in somebody's own loop: what it sees, that it changes no bit, and which layers its alarms name."""
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as every_module
+
+import mptrain
+from mptrain.watch.store import Store, read_part
+
+
+def rows_of(watch, kind, layer=None, name=None):
+    return [r for r in watch.rows if r["kind"] == kind and layer in (None, r["layer"]) and name in (None, r["name"])]
+
+
+def train(model, optimizer, steps, watch=None, precision="fp32", scale="none", x=None, accumulate=1):
+    arithmetic = mptrain.Precision.load(precision).arithmetic("cpu")
+    scaler = mptrain.loss_scaler(scale)
+    made = None if watch is None else watch(scaler=scaler, arithmetic=arithmetic)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(accumulate):
+            generator = torch.Generator().manual_seed(step * 10 + part)
+            batch = torch.randn(8, 4, generator=generator) if x is None else x
+            with arithmetic:
+                loss = model(batch).float().square().mean() / accumulate
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if made is not None:
+            made.step(loss)
+    return made
+
+
+class Net(nn.Module):
+    """In-place ReLU, a module used twice, BatchNorm, dropout and a residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.shared, self.bn, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.relu, self.drop = nn.ReLU(inplace=True), nn.Dropout(0.3)
+
+    def forward(self, x):
+        y = self.relu(self.a(x))
+        y = self.drop(self.relu(self.shared(y))) + self.shared(y)
+        return self.c(self.bn(y))
+
+
+@pytest.mark.parametrize(("precision", "scale"), [("fp32", "none"), ("fp16", "dynamic"), ("bf16", "none")])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_watched_loop_ends_with_the_same_bits(precision, scale, accumulate, tmp_path):
+    def run(watched):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        make = (lambda **kw: mptrain.Watch(model, optimizer, 2, tmp_path, **kw)) if watched else None
+        watch = train(model, optimizer, 6, make, precision, scale, accumulate=accumulate)
+        if watch:
+            watch.close()
+        return model.state_dict(), torch.get_rng_state()
+
+    (plain, state), (watched, watched_state) = run(False), run(True)
+    assert all(torch.equal(plain[key], watched[key]) for key in plain)
+    assert torch.equal(state, watched_state)
+
+
+def test_what_is_seen_is_what_was_there(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    x = torch.randn(8, 4)
+    watch = train(model, optimizer, 1, lambda **kw: mptrain.Watch(model, optimizer, 1, tmp_path, **kw), x=x)
+    hidden = reference[0](x)
+    hidden.retain_grad()
+    reference[2](hidden.relu()).square().mean().backward()
+    (output,) = rows_of(watch, "output", "0", "")
+    assert output["min"] == pytest.approx(hidden.min().item()) and output["min"] < 0  # before the in-place ReLU
+    (back,) = rows_of(watch, "grad_output", "0")
+    assert back["norm"] == pytest.approx(hidden.grad.norm().item(), rel=1e-5)
+    assert back["zero"] == (hidden.grad == 0).sum().item()
+    (gradient,) = rows_of(watch, "grad_weight", "2", "weight")
+    assert gradient["norm"] == pytest.approx(reference[2].weight.grad.norm().item(), rel=1e-5)
+    assert {r["name"] for r in rows_of(watch, "moment", "2")} == {
+        "weight.exp_avg", "weight.exp_avg_sq", "bias.exp_avg", "bias.exp_avg_sq"}  # fmt: skip
+    assert rows_of(watch, "loss")[0]["count"] == 1 and rows_of(watch, "input", "0")[0]["count"] == 32
+
+
+@pytest.mark.parametrize("make", [mptrain.loss_scaler, lambda s: torch.amp.GradScaler("cpu", init_scale=s)])
+def test_magnitudes_do_not_move_with_the_scale(make):
+    norms = []
+    for scale in (2.0**8, 2.0**16):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), make(scale)
+        watch = mptrain.Watch(model, optimizer, scaler=scaler)
+        scaler.scale(model(torch.ones(2, 4)).mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        watch.step()
+        (row,) = rows_of(watch, "grad_weight", name="weight")
+        assert row["scale"] == scale
+        norms.append((row["norm"], row["first_exponent"]))
+    assert norms[0][0] == norms[1][0] == pytest.approx(2.0)
+    assert norms[1][1] - norms[0][1] == 8  # the histogram is of the scaled tensor
+
+
+def test_shared_modules_and_accumulation_are_taken_together():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = train(model, optimizer, 1, lambda **kw: mptrain.Watch(model, optimizer, 1, **kw), accumulate=3)
+    (row,) = rows_of(watch, "output", "shared", "")
+    assert row["calls"] == 6 and row["count"] == 6 * 8 * 6
+    assert rows_of(watch, "grad_weight", "shared", "weight")[0]["calls"] == 1
+
+
+def test_evaluation_in_between_is_not_seen_and_nothing_stays_attached(tmp_path):
+    gc.collect()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = mptrain.Watch(model, optimizer, 1, tmp_path)
+    with torch.no_grad():
+        model(torch.ones(5, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    watch.step()
+    assert rows_of(watch, "output", "a", "")[0]["count"] == 12
+    watch.close()
+    assert not every_module._global_forward_hooks and not every_module._global_forward_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not optimizer._optimizer_step_pre_hooks
+    watch = mptrain.Watch(model, optimizer, 1)
+    del watch  # forgotten without a close
+    gc.collect()
+    assert not every_module._global_forward_hooks
+
+
+def test_two_optimizers_keep_their_own_gradients():
+    a, b = nn.Linear(2, 2), nn.Linear(2, 1)
+    first, second = torch.optim.SGD(a.parameters(), 1.0), torch.optim.SGD(b.parameters(), 1.0)
+    watch = mptrain.Watch({"a": a, "b": b}, {"a": first, "b": second})
+    b(a(torch.ones(1, 2)).detach()).sum().backward()
+    second.step()
+    expected = b.weight.grad.norm().item()
+    (b(a(torch.ones(1, 2))).sum() * 100).backward()  # runs through b as well, for a alone
+    first.step()
+    watch.step()
+    assert rows_of(watch, "grad_weight", "b", "weight")[0]["norm"] == pytest.approx(expected)
+    assert rows_of(watch, "grad_weight", "a", "weight")[0]["norm"] > expected
+
+
+def test_patterns_choose_layers_and_a_typo_is_told():
+    model = Net()
+    watch = mptrain.Watch(model, layers=["shared", "b*"])
+    assert set(watch.names.values()) == {"shared", "bn"}
+    watch.close()
+    with pytest.raises(mptrain.UserError, match=r"'shard' matches no module.*shared"):
+        mptrain.Watch(model, layers=["shard"])
+
+
+def test_rows_after_the_resumed_step_are_dropped(tmp_path):
+    store = Store(tmp_path / "watch.parquet")
+    row = {"step": 1, "layer": "a", "kind": "loss", "name": "", "dtype": "float32", "exponents": [1, 2]}
+    store.add([row, {**row, "step": 3}])
+    store.flush()
+    store.add([{**row, "step": 5}])
+    store.flush()
+    kept = Store(tmp_path / "watch.parquet").cut(2)
+    assert [r["step"] for r in kept] == [1]
+    parts = sorted((tmp_path / "watch.parquet").iterdir())
+    assert [r["step"] for part in parts for r in read_part(part)] == [1]
+
+
+def alarms_of(model, x, scale="none", optimizer=torch.optim.SGD):
+    made = []
+    optimizer = optimizer(model.parameters(), 1e-3)
+    train(model, optimizer, 1, lambda **kw: mptrain.Watch(model, optimizer, on_alarm=made.append, **kw),
+          "fp16", scale, x)  # fmt: skip
+    return {alarm.rule: alarm for alarm in made}
+
+
+def deep(factor):
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(6)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        layers[3].weight.mul_(factor)  # the gradient becomes tiny on its way through this one
+        layers[0].weight.mul_(1 / factor)  # and the activations are of ordinary size again
+    return model
+
+
+def test_exactly_the_flushed_layers_are_named():
+    found = alarms_of(deep(2.0**-14), torch.randn(8, 4), scale=2.0**-12)
+    assert found["underflow"].layers == ("0", "1", "2")
+    assert "raise the loss scale" in found["underflow"].advice
+    assert "underflow" not in alarms_of(deep(1.0), torch.randn(8, 4))
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.dead, self.out = nn.Embedding(100, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+        nn.init.constant_(self.dead.bias, -100.0)
+
+    def forward(self, _):
+        x = self.table(torch.tensor([[3, 5, 0, 0, 0, 0]]))
+        return self.out(x + F.relu(self.dead(x)))
+
+
+def test_sparse_rows_dead_relus_and_padding_are_no_underflow():
+    assert "underflow" not in alarms_of(Sparse(), torch.ones(1), scale=128)
+
+
+def test_after_an_alarm_it_looks_more_often(tmp_path):
+    model = deep(2.0**-14)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    watch = train(model, optimizer, 21, lambda **kw: mptrain.Watch(model, optimizer, 10, tmp_path, **kw,
+                  on_alarm=lambda alarm: None), "fp16", 2.0**-12, torch.randn(8, 4))  # fmt: skip
+    watch.close()
+    steps = sorted({r["step"] for part in (tmp_path / "watch.parquet").iterdir() for r in read_part(part)})
+    assert steps == [1, *range(2, 21, 2)]
+
+
+def test_updates_lost_to_rounding_are_told():
+    model = nn.Linear(4, 4).half()
+    nn.init.constant_(model.weight, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    made = []
+    watch = mptrain.Watch(model, optimizer, on_alarm=made.append)
+    model(torch.ones(1, 4).half()).sum().backward()
+    optimizer.step()
+    watch.step()
+    assert rows_of(watch, "weight", name="weight")[0]["lost"] == 16
+    assert [alarm.rule for alarm in made] == ["updates lost to rounding"]
