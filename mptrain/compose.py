@@ -46,8 +46,9 @@ def typed(values: dict[str, Any], before: Mapping[str, Any] | None = None) -> Co
 
 
 def with_plus(argv: Sequence[str]) -> list[str]:
-    """`recipe=NAME` is taken for `+recipe=NAME`, which is what Hydra wants."""
-    return [f"+{text}" if text.startswith("recipe=") else text for text in argv]
+    """`recipe=NAME` is taken for `+recipe=NAME`, which is what Hydra wants, `watch=true` for `watch.enabled=true`."""
+    short = {"recipe=": "+recipe=", "watch=": "watch.enabled="}
+    return [next((text.replace(a, b, 1) for a, b in short.items() if text.startswith(a)), text) for text in argv]
 
 
 def readable(error: BaseException) -> str:

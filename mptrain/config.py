@@ -81,6 +81,13 @@ class LayerwiseConfig(_Model):
     every: Count = 10
 
 
+class WatchConfig(_Model):
+    on: bool = False
+    every: Count = 10
+    layers: list[Text] = []
+    sample: Count | None = 16384
+
+
 class ParallelConfig(_Model):
     batchnorm: Literal["sync", "local"] = "sync"
 
@@ -123,6 +130,7 @@ class Config(_Model):
     progress: bool | Literal["auto"]
     parallel: ParallelConfig = ParallelConfig()
     layerwise: LayerwiseConfig = LayerwiseConfig()
+    watch: WatchConfig = WatchConfig()
 
     @cached_property
     def numbers(self) -> Precision:
@@ -196,7 +204,18 @@ class Config(_Model):
 
 MOVING = ("dynamic", "layerwise")
 """Scales that move, as `scaling` says."""
-COSMETIC = {"results", "out", "log_every", "checkpoint_every", "tensorboard", "progress", "workers", "warmup", "paper"}
+COSMETIC = {
+    "results",
+    "out",
+    "log_every",
+    "checkpoint_every",
+    "tensorboard",
+    "progress",
+    "workers",
+    "warmup",
+    "paper",
+    "watch",
+}
 """Settings that may change between a run and its resumption: they change no weight."""
 
 

@@ -46,6 +46,7 @@ def summary(run: Run, metrics: dict[str, float], throughput: dict[str, Any] | No
         "final_scale": None if run.scaler.label == "none" else run.scaler.value,
         "data": {"name": task.train_set.name, "kind": task.train_set.kind},
         "eval_precision": config.eval.precision,
+        **({} if run.observer is None else run.observer.summary()),
         "environment": environment,
         "started": run.started.isoformat(timespec="seconds"),
         "finished": now.isoformat(timespec="seconds"),

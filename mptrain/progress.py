@@ -72,6 +72,31 @@ class Progress(AbstractContextManager):
             for name, value in result.items():
                 self.writer.add_scalar(f"eval/{name}", value, step)
 
+    def watched(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """What a watched step looked like inside: norms, lost shares, and histograms over powers of two."""
+        if self.writer is None:
+            return
+        for row in rows:
+            tag = "/".join(part for part in (f"watch_{row['kind']}", row["layer"], row["name"]) if part)
+            if row["norm"] is not None:
+                self.writer.add_scalar(f"{tag}/norm", row["norm"], step)
+            if row["flushed"] is not None:
+                self.writer.add_scalar(f"{tag}/flushed", row["flushed"] / max(1, row["count"] - row["zero"]), step)
+            if counts := row["exponents"]:
+                first, total = row["first_exponent"], sum(counts)
+                weighed = [(first + i, n) for i, n in enumerate(counts)]
+                self.writer.add_histogram_raw(
+                    f"{tag}/log2",
+                    min=first,
+                    max=first + len(counts),
+                    num=total,
+                    sum=sum(e * n for e, n in weighed),
+                    sum_squares=sum(e * e * n for e, n in weighed),
+                    bucket_limits=[e + 1 for e, _ in weighed],
+                    bucket_counts=counts,
+                    global_step=step,
+                )
+
     def flush(self) -> None:
         """Brings to the disk what has been shown, before a checkpoint relies on it."""
         if self.writer is not None:

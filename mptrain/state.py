@@ -73,6 +73,8 @@ def resume(run: Run) -> None:
     if state is None:
         if run.ranks.leads:
             run.record.cut_log(0)
+        if run.observer is not None:
+            run.observer.watch.resume(0)
         return
     try:
         load_state_dict(run, state["run"])
@@ -84,6 +86,8 @@ def resume(run: Run) -> None:
         ) from error
     if run.ranks.leads:
         run.record.cut_log(length)
+        if run.observer is not None:
+            run.observer.watch.resume(run.attempted)
         print(f"resuming after step {run.attempted}: {run.record.folder}")
 
 
@@ -95,4 +99,6 @@ def save(run: Run) -> None:
 
 def _write(run: Run, state: dict[str, Any]) -> None:
     run.progress.flush()
+    if run.observer is not None:
+        run.observer.watch.flush()
     checkpoint.save(run.record.checkpoints, run.attempted, {"run": state, "log_bytes": run.record.flush()})

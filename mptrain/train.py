@@ -18,6 +18,7 @@ from mptrain.config import COSMETIC, Config
 from mptrain.data.dataset import Batch, DataSpec, batches
 from mptrain.data.loader import Loader, explained, mover
 from mptrain.errors import UserError
+from mptrain.observe import Observer, rounds_updates
 from mptrain.precision import hardware, ran, scaling
 from mptrain.precision.buffers import MovingBuffers
 from mptrain.precision.counting import Counter
@@ -124,6 +125,7 @@ class Run:
         self.to_device = mover(self.device)
         self.throughput = measure.Throughput(self.task.unit, config.warmup, measure.waiter(self.device))
         self.instruments = measure.Instruments(self.device)
+        self.observer = self.observed() if config.watch.on and ranks.leads else None
         self.diverged: str | None = None
         self.attempted = 0
         self.applied = dict.fromkeys(self.models, 0)
@@ -142,13 +144,26 @@ class Run:
         self.task.together = self.ranks.together
         process.seed_everything(process.seed_of(self.config.seed, self.ranks.rank))
 
+    def observed(self) -> Observer:
+        """Watch, fastened to this run."""
+        return Observer(
+            self.config.watch,
+            self.record,
+            self.config.scaling.floor,
+            rounds_updates(self.precision.storage, self.precision.master),
+            model=self.models,
+            optimizer=self.optimizers,
+            scaler=self.scaler,
+            arithmetic=self.arithmetic,
+        )
+
     # The loop.
 
     def to_the_end(self) -> dict[str, Any]:
         state.resume(self)
         shown = self.config if self.ranks.leads else self.config.silent()
         with Progress(shown, self.record, self.attempted) as self.progress, self.counting():
-            with process.stop_requests() as self.ranks.signals:
+            with process.stop_requests() as self.ranks.signals, self.observer.watch if self.observer else nullcontext():
                 self.loop()
             return self.end()
 
@@ -160,11 +175,15 @@ class Run:
         while self.attempted < config.steps and self.diverged is None:
             window = next(windows)
             watched = self.watching()
+            if watched is not None and self.observer is not None:
+                self.observer.watch.skip()  # one instrument at a time
             with watched or nullcontext():
                 skipped = self.step(window)
             if watched is not None:
                 self.instruments.dtypes["loss"] = ran.name(self.loss_dtype)
             self.attempted += 1
+            if self.observer is not None:
+                self.observer.step(next(iter(self.recent.values()))[-1], self.progress)
             self.throughput.step(self.units, counted=watched is None)
             if skipped and self.scaler.consecutive_skips >= config.max_skips:
                 self.diverged = self.blame(window)

@@ -305,7 +305,8 @@ def adam_overshoot(steps: int, beta1: float = 0.9, beta2: float = 0.999) -> floa
 
 def replay(rows: Iterable[dict[str, Any]], floor: float = 1.0) -> Alarms:
     """The alarms of a whole table, for a run that goes on and for a report."""
-    alarms, by_step = Alarms(floor), {}
+    alarms = Alarms(floor)
+    by_step: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         by_step.setdefault(row["step"], []).append(row)
     for step in sorted(by_step):

@@ -132,6 +132,10 @@ class Watch:
         if coming == 1 or coming % distance == 0:
             self._collection = Collection(self)
 
+    def skip(self) -> None:
+        """Leaves the coming step alone, if it was to be looked at."""
+        self._abandon()
+
     def _abandon(self) -> None:
         if self._collection is not None:
             self._collection.detach()
@@ -152,7 +156,7 @@ class Collection:
         self.counter: Counter | None = None
         self.counted: dict[tuple[str, str], Tensor] = {}
         self.parameters = _parameters(watch)
-        self.handles = [
+        self.handles: list[Any] = [
             every_module.register_module_forward_pre_hook(_weak(self._enters)),
             every_module.register_module_forward_hook(_weak(self._leaves)),
         ]

@@ -1,0 +1,53 @@
+"""A watched run: the same bits as an unwatched one, rows that survive a kill, alarms in the record."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from test_recipes import SMALL, config
+
+from mptrain.cli import main
+from mptrain.train import train
+from mptrain.watch.store import read_part
+
+QUICK = {"resnet", "language"}
+
+
+def test_on_the_command_line(capfd):
+    assert main(["+recipe=resnet", "watch=true", "watch.every=5", "watch.layers=[a.*,fc]", "--cfg", "job"]) == 0
+    watch = yaml.safe_load(capfd.readouterr().out)["watch"]
+    assert watch == {"on": True, "every": 5, "layers": ["a.*", "fc"], "sample": 16384}
+    assert main(["+recipe=resnet", "watch.evry=5"]) == 1
+    assert "watch.every" in capfd.readouterr().err
+
+
+def state(folder):
+    path = max((folder / "checkpoints").glob("*.pt"))
+    kept = torch.load(path, weights_only=True)["run"]
+    return [v for key in ("models", "weights", "optimizers", "random", "scaler") for v in leaves(kept[key])]
+
+
+def leaves(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def same(a, b):
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("recipe", [r if r in QUICK else pytest.param(r, marks=pytest.mark.slow) for r in SMALL])
+def test_a_watched_run_ends_with_the_same_bits(recipe, precision, tmp_path):
+    for name, watch in (("plain", {}), ("watched", {"on": True, "every": 1})):
+        train(config(recipe, precision, tmp_path / name, data="synthetic", steps=3, batch_size=4, watch=watch))
+    plain, watched = state(tmp_path / "plain"), state(tmp_path / "watched")
+    assert len(plain) == len(watched) and all(map(same, plain, watched))
+    rows = [row for part in (tmp_path / "watched" / "watch.parquet").iterdir() for row in read_part(part)]
+    assert {"input", "output", "grad_output", "weight", "grad_weight", "loss"} <= {row["kind"] for row in rows}
+    assert ("products" in {row["name"] for row in rows}) == (precision == "fp16")
+    summary = json.loads((tmp_path / "watched" / "summary.json").read_text())
+    assert isinstance(summary["alarms"], list) and summary["watch"]
+    assert "alarms" not in json.loads((tmp_path / "plain" / "summary.json").read_text())
