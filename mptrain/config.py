@@ -82,7 +82,7 @@ class LayerwiseConfig(_Model):
 
 
 class WatchConfig(_Model):
-    on: bool = False
+    enabled: bool = False
     every: Count = 10
     layers: list[Text] = []
     sample: Count | None = 16384

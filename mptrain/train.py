@@ -25,7 +25,7 @@ from mptrain.precision.counting import Counter
 from mptrain.process import Stopped
 from mptrain.progress import Progress
 from mptrain.results.record import Record, write_atomically
-from mptrain.watch.blame import first_nonfinite
+from mptrain.watch.provenance import Finding, first_nonfinite
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -125,8 +125,9 @@ class Run:
         self.to_device = mover(self.device)
         self.throughput = measure.Throughput(self.task.unit, config.warmup, measure.waiter(self.device))
         self.instruments = measure.Instruments(self.device)
-        self.observer = self.observed() if config.watch.on and ranks.leads else None
+        self.observer = self.observed() if config.watch.enabled and ranks.leads else None
         self.diverged: str | None = None
+        self.explained = False
         self.attempted = 0
         self.applied = dict.fromkeys(self.models, 0)
         self.skipped = dict.fromkeys(self.models, 0)
@@ -185,6 +186,8 @@ class Run:
             if self.observer is not None:
                 self.observer.step(next(iter(self.recent.values()))[-1], self.progress)
             self.throughput.step(self.units, counted=watched is None)
+            if skipped and not self.explained and self.no_scale_helps():
+                self.explain(window)
             if skipped and self.scaler.consecutive_skips >= config.max_skips:
                 self.diverged = self.blame(window)
             last = self.attempted == config.steps or self.diverged is not None
@@ -318,23 +321,49 @@ class Run:
         """The losses since the last line, each of the whole batch."""
         return {name: self.ranks.total(torch.stack(values)) for name, values in self.recent.items()}
 
-    def blame(self, window: list[Batch]) -> str:
-        """Why the run diverged: step, scale, and the layer where the last batch first went wrong."""
+    def no_scale_helps(self) -> bool:
+        """Whether a skipped step is more than a scale on its way down: not FP16, at the floor, or a loss of NaN."""
+        if self.precision.compute != "float16":
+            return True
+        if self.scaler.label == "dynamic" and self.scaler.value <= self.config.scaling.floor:
+            return True
+        alone = self.ranks.size == 1  # among several, all have to decide alike
+        return alone and not all(bool(values[-1].isfinite()) for values in self.recent.values())
 
-        def again() -> None:
+    def explain(self, window: list[Batch]) -> list[Finding]:
+        """Runs the window again to find what was not finite first; leaves provenance.json and a message."""
+
+        def again() -> list[torch.Tensor]:
+            losses = []
             self.weights.zero_grad()
             self.buffers.keep()
             carried = self.task.state_dict()
             for batch in window:
                 phases = self.task.losses(self.to_device(batch))
                 while (phase := self.forward(phases)) is not None:
+                    losses.append(phase[1].detach())
                     self.scaler.scale(phase[1]).backward()
             self.buffers.restore()
             self.task.load_state_dict(carried)
             self.weights.zero_grad()
+            return losses
 
-        found = self.ranks.gathered(first_nonfinite(self.models, again))
-        where = next(filter(None, found), "no single layer (the batch is finite when it is run again)")
+        self.explained = True
+        if self.observer is not None:
+            self.observer.watch.skip()  # what runs again is no step
+        with self.throughput.paused(), process.same_random_state(self.device):
+            found = [f for f in self.ranks.gathered(first_nonfinite(self.models, again)) if f is not None]
+        if found and self.ranks.leads:
+            content = {"step": self.attempted, "scale": self.scaler.value, **found[0].as_dict()}
+            write_atomically(self.record.folder / "provenance.json", json.dumps(content, indent=1) + "\n")
+            message = f"step {self.attempted} is not finite, first in the {found[0]}; {found[0].advice}"
+            print(f"mptrain: {message}", file=sys.stderr)
+        return found
+
+    def blame(self, window: list[Batch]) -> str:
+        """Why the run diverged: step, scale, and the layer where the last batch first went wrong."""
+        found = self.explain(window)
+        where = found[0] if found else "no single layer (the batch is finite when it is run again)"
         return (
             f"{self.scaler.consecutive_skips} updates in a row were not finite, the last at step {self.attempted} "
             f"with scale {self.scaler.value:g}; first in the {where}"

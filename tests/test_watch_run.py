@@ -17,7 +17,7 @@ QUICK = {"resnet", "language"}
 def test_on_the_command_line(capfd):
     assert main(["+recipe=resnet", "watch=true", "watch.every=5", "watch.layers=[a.*,fc]", "--cfg", "job"]) == 0
     watch = yaml.safe_load(capfd.readouterr().out)["watch"]
-    assert watch == {"on": True, "every": 5, "layers": ["a.*", "fc"], "sample": 16384}
+    assert watch == {"enabled": True, "every": 5, "layers": ["a.*", "fc"], "sample": 16384}
     assert main(["+recipe=resnet", "watch.evry=5"]) == 1
     assert "watch.every" in capfd.readouterr().err
 
@@ -41,7 +41,7 @@ def same(a, b):
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("recipe", [r if r in QUICK else pytest.param(r, marks=pytest.mark.slow) for r in SMALL])
 def test_a_watched_run_ends_with_the_same_bits(recipe, precision, tmp_path):
-    for name, watch in (("plain", {}), ("watched", {"on": True, "every": 1})):
+    for name, watch in (("plain", {}), ("watched", {"enabled": True, "every": 1})):
         train(config(recipe, precision, tmp_path / name, data="synthetic", steps=3, batch_size=4, watch=watch))
     plain, watched = state(tmp_path / "plain"), state(tmp_path / "watched")
     assert len(plain) == len(watched) and all(map(same, plain, watched))

@@ -1,0 +1,258 @@
+"""Where the first NaN or infinity comes from: the failing batch is run again with an eye on every operation.
+
+A scaler that meets an infinite gradient halves its scale. That helps if the gradient overflowed, and never if the
+forward pass made the NaN: the finding tells the two apart. Every operation of the run, forward and backward, passes a
+dispatch mode, which notes those with finite inputs and a result that is not finite. Modules are known by hooks; nodes
+of the autograd graph carry the name of the module that made them and the source lines, so that an operation of the
+backward pass can be traced to a line of the forward pass.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as every_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mptrain.watch.hook import tensors
+
+PREPARES = ("empty", "full", "fill", "new_", "scalar_tensor", "lift_fresh", "resize", "detach", "view", "alias")
+"""Operations whose result may hold infinities on purpose, such as masks, or nothing yet."""
+FRAMES = 12
+LABEL = "mptrain.module"
+OUTSIDE = "(loss)"
+"""Where no module runs."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first thing that was not finite.
+
+    where: forward | backward | data | weight. module: its path, "" of the whole network, or OUTSIDE. op: the first
+    operation with finite inputs and another result, None if there is none. inputs: of that operation, or of the module.
+    frames: source lines of the forward pass that led there, the innermost last.
+    """
+
+    where: str
+    module: str
+    type: str
+    op: str | None
+    inputs: list[dict[str, Any]]
+    frames: list[str]
+
+    @property
+    def label(self) -> str:
+        return f"{self.module or 'the whole network'} ({self.type})" if self.type else "no module (the loss)"
+
+    def __str__(self) -> str:
+        if self.where == "backward" and self.op is None:
+            return f"backward at the output of {self.label}"
+        text = {"data": "data that reaches", "weight": "weights of"}.get(self.where, f"{self.where} of")
+        return f"{text} {self.label}" + (f" in {self.op}" if self.op else "")
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return {
+            "data": "the batch itself is not finite: look at the data; no loss scale helps",
+            "weight": "the weight was not finite before this step: go on from an earlier checkpoint",
+            "forward": "a lower loss scale does not help, the forward pass does not know it; use BF16 if a value "
+            "outgrew FP16 (65504), or mend the operation",
+            "backward": "the gradient overflowed or an operation has no finite derivative here; a lower loss scale "
+            "helps against the first only",
+        }[self.where]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "message": str(self), "advice": self.advice}
+
+
+@dataclass(frozen=True)
+class _Birth:
+    """An operation that made the first values that are not finite out of finite ones."""
+
+    op: str
+    module: str
+    inputs: list[dict[str, Any]]
+    frames: list[str]
+
+
+def first_nonfinite(models: dict[str, nn.Module], run: Callable[[], Any]) -> Finding | None:
+    """Runs forward and backward once more; returns the first thing that is not finite, None if all is.
+
+    `run` leaves no trace: gradients, buffers and random numbers are the caller's to put back. It may return its losses.
+    """
+    with _Eyes(models) as eyes, torch.autograd.set_detect_anomaly(True, check_nan=False), _Operations(eyes):
+        losses = run()
+    return eyes.finding(tensors(losses))
+
+
+class _Eyes:
+    """Hooks on every module, for one run."""
+
+    def __init__(self, models: dict[str, nn.Module]):
+        self.paths = {
+            module: ".".join(part for part in (name if len(models) > 1 else "", path) if part)
+            for name, model in models.items()
+            for path, module in model.named_modules()
+        }
+        self.types = {path: type(module).__name__ for module, path in self.paths.items()}
+        self.running: list[str] = []
+        self.bad: tuple[nn.Module, list[Tensor], int] | None = None
+        self.bad_gradient: str | None = None
+        self.births: list[_Birth] = []
+        self.born_backward: list[_Birth] = []
+
+    def __enter__(self) -> _Eyes:
+        self.handles = [
+            every_module.register_module_forward_pre_hook(self._enters),
+            every_module.register_module_forward_hook(self._leaves, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _enters(self, module: nn.Module, inputs: Any) -> None:
+        if (path := self.paths.get(module)) is None:
+            return
+        for tensor in tensors(inputs):
+            if tensor.grad_fn is not None:
+                _notes(tensor.grad_fn).setdefault(LABEL, self.running[-1] if self.running else OUTSIDE)
+        self.running.append(path)
+
+    def _leaves(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if (path := self.paths.get(module)) is None:
+            return
+        self.running.pop()
+        for tensor in tensors(output):
+            _label(tensor.grad_fn, path)
+            if self.bad is None and not finite(tensor):
+                self.bad = module, tensors(inputs), len(self.births)
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(lambda g, path=path: self._comes_back(path, g))
+
+    def _comes_back(self, path: str, gradient: Tensor) -> None:
+        if self.bad_gradient is None and not finite(gradient):
+            self.bad_gradient = path
+
+    def finding(self, losses: list[Tensor]) -> Finding | None:
+        if self.bad is not None:
+            return self._forward(*self.bad)
+        if self.births and not all(map(finite, losses)):
+            return self._of("forward", self.births[-1])
+        if self.born_backward:
+            return self._of("backward", self.born_backward[0])
+        if self.bad_gradient is not None:
+            return Finding("backward", self.bad_gradient, self.types[self.bad_gradient], None, [], [])
+        return None
+
+    def _forward(self, module: nn.Module, inputs: list[Tensor], born: int) -> Finding:
+        path = self.paths[module]
+        parameters = {n: p for n, p in module.named_parameters() if not finite(p)}
+        if parameters:
+            name, p = next(iter(parameters.items()))
+            inner = ".".join(part for part in (path, name.rpartition(".")[0]) if part)
+            ranges = [{"name": name.rpartition(".")[2], **extent(p)}]
+            return Finding("weight", inner, self.types.get(inner, ""), None, ranges, [])
+        births = self.births[:born]
+        here = [birth for birth in births if birth.module == path] or births[-1:]
+        if here:
+            at = here[0] if here[0].module == path or not all(map(finite, inputs)) else None
+            if at is not None:
+                return self._of("forward", at)
+        ranges = [extent(t) for t in inputs]
+        where = "forward" if all(map(finite, inputs)) else "data"
+        return Finding(where, path, self.types[path], None, ranges, [])
+
+    def _of(self, where: str, birth: _Birth) -> Finding:
+        kind = self.types.get(birth.module, "")
+        return Finding(where, birth.module, kind, birth.op, birth.inputs, birth.frames)
+
+
+class _Operations(TorchDispatchMode):
+    """Notes operations that make something not finite out of finite numbers."""
+
+    def __init__(self, eyes: _Eyes):
+        super().__init__()
+        self.eyes = eyes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        backward = torch._C._current_graph_task_id() != -1
+        known = self.eyes.born_backward if backward else self.eyes.births
+        name = func._schema.name.partition("::")[2]
+        if len(known) >= 100 or name.startswith(PREPARES) or "fill" in name:
+            return func(*args, **kwargs)
+        inputs = tensors([*args, *kwargs.values()])
+        clean = all(map(finite, inputs))
+        before = [extent(t) for t in inputs] if clean and name.endswith("_") else None
+        result = func(*args, **kwargs)
+        if clean and not all(map(finite, tensors(result))):
+            known.append(self._birth(name, before or [extent(t) for t in inputs], backward))
+        return result
+
+    def _birth(self, name: str, inputs: list[dict[str, Any]], backward: bool) -> _Birth:
+        if not backward:
+            running = self.eyes.running
+            return _Birth(name, running[-1] if running else OUTSIDE, inputs, readable(traceback.format_stack()))
+        node = torch._C._current_autograd_node()
+        metadata = {} if node is None else _notes(node)
+        op = name if node is None else f"{node.name()}: {name}"
+        return _Birth(op, metadata.get(LABEL, OUTSIDE), inputs, readable(metadata.get("traceback_", [])))
+
+
+def _notes(node: Any) -> dict[str, Any]:
+    """What a node of the autograd graph has been given to remember."""
+    return node.metadata  # type: ignore[no-any-return]
+
+
+def _label(node: Any, path: str) -> None:
+    """Gives the nodes that a module added to the graph its name; inner modules were there first."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and LABEL not in (notes := _notes(node)):
+            notes[LABEL] = path
+            waiting += [following for following, _ in node.next_functions]
+
+
+def finite(tensor: Tensor) -> bool:
+    """Whether all values are; waits for the device."""
+    tensor = tensor.detach()
+    return bool((tensor.coalesce().values() if tensor.is_sparse else tensor).isfinite().all())
+
+
+def extent(tensor: Tensor) -> dict[str, Any]:
+    """{shape, dtype, min, max, nan, inf} of a tensor, its finite values' extremes."""
+    tensor = tensor.detach()
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    inside = values[values.isfinite()].float()
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "min": inside.min().item() if inside.numel() else None,
+        "max": inside.max().item() if inside.numel() else None,
+        "nan": int(values.isnan().sum()),
+        "inf": int(values.isinf().sum()),
+    }
+
+
+def readable(stack: list[str]) -> list[str]:
+    """The user's own frames, each "file:line: code", without those of libraries, this module and the loop."""
+    here = Path(__file__).parent.parent
+    skipped = [str(here / name) for name in ("watch", "precision", "train.py", "cli.py", "process.py")]
+    skipped += [str(Path(torch.__file__).parent), "<frozen", str(Path(traceback.__file__).parent)]
+    found = []
+    for entry in stack:
+        head, *code = [line.strip() for line in entry.strip().splitlines()]
+        file, line = (head.split('"')[1], head.split("line ")[1].split(",")[0]) if '"' in head else (head, "")
+        if not any(file.startswith(folder) for folder in skipped):
+            found.append(f"{file}:{line}: {code[0] if code else ''}")
+    return found[-FRAMES:]

@@ -1,0 +1,146 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as every_module
+
+import mptrain
+from mptrain.watch.provenance import first_nonfinite
+
+
+class Faulty(nn.Module):
+    def __init__(self, forward=None, backward=None):
+        super().__init__()
+        self.scale, self.hook = forward, backward
+
+    def forward(self, x):
+        if self.hook is not None:
+            x = x * 1.0
+            x.register_hook(lambda g: g * self.hook)
+            x = x * 1.0
+        return x if self.scale is None else x * self.scale
+
+
+def network(**faults):
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Sequential(nn.Linear(2, 2), Faulty(**faults)),
+                         nn.Linear(2, 1))  # fmt: skip
+
+
+def blame(models, x):
+    def run():
+        for model in models.values():
+            model.zero_grad()
+            model(x).sum().backward()
+
+    found = first_nonfinite(models, run)
+    return None if found is None else f"{found.where} of {found.label}"
+
+
+def test_all_is_well():
+    assert blame({"model": network()}, torch.ones(3, 2)) is None
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_forward(bad):
+    assert blame({"model": network(forward=bad)}, torch.ones(3, 2)) == "forward of 2.1 (Faulty)"
+
+
+def test_the_input():
+    assert blame({"model": network()}, torch.full((3, 2), torch.inf)) == "data of 0 (Linear)"
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_backward(bad):
+    torch.manual_seed(0)
+    assert blame({"model": network(backward=bad)}, torch.ones(3, 2)) == "backward of 2.1 (Faulty)"
+
+
+def test_several_networks_are_named():
+    models = {"discriminator": network(), "generator": network(forward=torch.inf)}
+    assert blame(models, torch.ones(3, 2)) == "forward of generator.2.1 (Faulty)"
+
+
+def test_containers_and_whole_numbers():
+    class Odd(nn.Module):
+        def forward(self, x):
+            return {"a": [x.long(), (x * torch.inf,)]}
+
+    odd = Odd()
+    assert (
+        str(first_nonfinite({"model": odd}, lambda: odd(torch.ones(1)))) == "forward of the whole network (Odd) in mul"
+    )
+
+
+def test_no_hook_is_left():
+    model = network()
+    with pytest.raises(RuntimeError, match="stop"):
+        first_nonfinite({"model": model}, lambda: (_ for _ in ()).throw(RuntimeError("stop")))
+    assert not every_module._global_forward_hooks and not torch.is_anomaly_enabled()
+
+
+def test_under_no_grad_too():
+    model = network(forward=torch.inf)
+    with torch.no_grad():
+        assert (
+            str(first_nonfinite({"model": model}, lambda: model(torch.ones(1, 2)))) == "forward of 2.1 (Faulty) in mul"
+        )
+
+
+def test_a_weight():
+    model = network()
+    with torch.no_grad():
+        model[2][0].weight[0, 1] = torch.nan
+    found = first_nonfinite({"model": model}, lambda: model(torch.ones(1, 2)).sum().backward())
+    assert str(found) == "weights of 2.0 (Linear)" and found.inputs[0]["nan"] == 1
+
+
+def test_ranges_and_source_lines():
+    found = first_nonfinite({"model": (model := network(forward=torch.inf))}, lambda: model(torch.ones(3, 2)))
+    assert found.op == "mul" and found.inputs[0]["shape"] == [3, 2] and found.inputs[0]["nan"] == 0
+    assert found.frames[-1].endswith("return x if self.scale is None else x * self.scale")
+    assert __file__ in found.frames[-1]
+    assert "does not help" in found.advice
+
+
+def test_a_derivative_that_does_not_exist_is_traced_to_its_line():
+    class Root(nn.Module):
+        def forward(self, x):
+            return (x * 0).sqrt()
+
+    model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Flatten())
+    found = first_nonfinite({"model": model}, lambda: (model(torch.ones(3, 2)) * 0).sum().backward())
+    assert (found.where, found.module, found.type) == ("backward", "1", "Root")
+    assert found.op.startswith("SqrtBackward0") and found.frames[-1].endswith("return (x * 0).sqrt()")
+
+
+def test_the_loss_outside_of_modules():
+    def run():
+        loss = (model(torch.ones(3, 2)) * 0).log().sum() * 0
+        loss.backward()
+        return [loss]
+
+    model = nn.Linear(2, 2)
+    found = first_nonfinite({"model": model}, run)
+    assert found.where == "forward" and found.module == "(loss)"
+
+
+def test_masks_of_infinities_are_no_fault():
+    class Attention(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(torch.eye(3, dtype=torch.bool), -torch.inf).softmax(-1)
+
+    model = nn.Sequential(nn.Linear(3, 3), Attention())
+    assert first_nonfinite({"model": model}, lambda: model(torch.ones(3, 3)).sum().backward()) is None
+
+
+def test_an_fp16_gradient_that_overflows():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
+    arithmetic = mptrain.Precision.load("fp16").arithmetic("cpu")
+
+    def run():
+        with arithmetic:
+            loss = model(torch.ones(3, 2)).float().sum()
+        (loss * 2.0**15).backward()  # a bias gets three times that
+
+    found = first_nonfinite({"model": model}, run)
+    assert found.where == "backward" and found.module == "1"
