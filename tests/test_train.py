@@ -136,7 +136,7 @@ def test_endless_bad_batches_end_the_run_as_diverged(tmp_path, precision, capsys
     assert summary["status"] == "diverged" and summary["metric"]["value"] is None
     assert summary["steps"] == {"attempted": 5, "applied": 0, "skipped": 5}
     scale = "2048" if precision.startswith("fp16") else "1"
-    assert f"the last at step 5 with scale {scale}; first in the forward of 0 (Linear)" in summary["reason"]
+    assert f"the last at step 5 with scale {scale}; first in the data that reaches 0 (Linear)" in summary["reason"]
     assert all(value.isfinite().all() for value in weights(tmp_path / "run").values())
     assert capsys.readouterr().out.startswith("diverged: ")
     assert train(config)["reason"] == summary["reason"]  # and is not tried again
