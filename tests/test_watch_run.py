@@ -5,13 +5,20 @@ import json
 import pytest
 import torch
 import yaml
-from test_recipes import SMALL, config
 
+from mptrain import compose, files
 from mptrain.cli import main
+from mptrain.config import check
 from mptrain.train import train
 from mptrain.watch.store import read_part
 
 QUICK = {"resnet", "language"}
+SMALL = [name for name in files.names("recipe") if not name.endswith("_paper")]
+
+
+def config(recipe, precision, folder, **changes):
+    settings = {"out": str(folder), "tensorboard": False, "progress": False, "device": "cpu", **changes}
+    return check({**compose.baseline(recipe, precision), **settings})
 
 
 def test_on_the_command_line(capfd):
