@@ -31,7 +31,8 @@ def test_it_goes_on_bit_for_bit(tmp_path, recipe, precision):
         if step == 3:
             torch.save(state.state_dict(run), saved)
         run.step(next(windows))
-    assert all(run.applied.values()) and run.scaler.moments
+    assert all(run.applied.values())
+    assert run.scaler.moments or precision == "tf32"  # its products, of FP32's range, are left alone
     again = begun(tmp_path / "b", recipe, precision)
     saved.seek(0)
     state.load_state_dict(again, torch.load(saved, weights_only=True))
