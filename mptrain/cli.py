@@ -20,6 +20,7 @@ from mptrain import __version__, compose, files
 from mptrain.errors import UserError
 
 VERBS = {
+    "eval": ("mptrain.evaluate:evaluate", "the metric of a trained run again, from its newest checkpoint"),
     "compare": ("mptrain.results.compare:compare", "tables of finished runs beside their FP32 baseline"),
     "reproduce": (
         "mptrain.reproduce:reproduce",

@@ -67,28 +67,30 @@ def load_state_dict(run: Run, state: dict[str, Any]) -> None:
 
 def resume(run: Run) -> None:
     """Goes on from the newest whole checkpoint, or starts anew."""
+    length = load_newest(run, "starting anew")
+    if run.ranks.leads:
+        run.record.cut_log(length or 0)
+        if run.observer is not None:
+            run.observer.watch.resume(run.attempted)
+        if length is not None:
+            print(f"resuming after step {run.attempted}: {run.record.folder}")
+
+
+def load_newest(run: Run, otherwise: str) -> int | None:
+    """Puts the run where its newest whole checkpoint is; the length of its log then, None if there is no checkpoint."""
     state, notices = run.ranks.first(lambda: checkpoint.load_latest(run.record.checkpoints))
     for notice in notices if run.ranks.leads else ():
-        print(f"mptrain: {notice}; " + ("using the one before" if state else "starting anew"), file=sys.stderr)
+        print(f"mptrain: {notice}; " + ("using the one before" if state else otherwise), file=sys.stderr)
     if state is None:
-        if run.ranks.leads:
-            run.record.cut_log(0)
-        if run.observer is not None:
-            run.observer.watch.resume(0)
-        return
+        return None
     try:
         load_state_dict(run, state["run"])
-        length = int(state["log_bytes"])
+        return int(state["log_bytes"])
     except (LookupError, ValueError, RuntimeError, TypeError, AttributeError) as error:
         raise UserError(
             f"the checkpoint in {run.record.folder} does not fit this version's networks ({error}); "
             "start anew in another folder: out=FOLDER"
         ) from error
-    if run.ranks.leads:
-        run.record.cut_log(length)
-        if run.observer is not None:
-            run.observer.watch.resume(run.attempted)
-        print(f"resuming after step {run.attempted}: {run.record.folder}")
 
 
 def save(run: Run) -> None:

@@ -43,9 +43,7 @@ def train(config: Config) -> dict[str, Any]:
                 print(f"already {before['status']}, nothing to do: {record.folder}")
             return before
         try:
-            numbers, device = config.numbers, hardware.resolve(config.device)
-            native_tf32 = numbers.compute == "tf32" and numbers.backend(device.type) == "native"
-            with hardware.tf32(native_tf32), process.threads(config.threads):
+            with _switches(config):
                 summary = Run(config, record, ranks).to_the_end()
         except parallel.RankLost:
             raise
@@ -57,6 +55,27 @@ def train(config: Config) -> dict[str, Any]:
         if ranks.leads:
             print(f"{summary['status']}: {outcome.sentence(summary)}  {record.folder}")
     return summary
+
+
+def scores(config: Config, record: Record, batch_size: int | None = None) -> tuple[int, dict[str, float]]:
+    """The step of the newest checkpoint, and what its networks score; changes nothing in the record.
+
+    Raises UserError if there is no checkpoint, or the record is of another configuration.
+    """
+    with record.opened(config.model_dump(), COSMETIC, Config.later_defaults()), _switches(config):
+        run = Run(config, record)
+        if state.load_newest(run, "there is no other") is None:
+            raise UserError(f"{record.folder} holds no checkpoint to evaluate; the same words after mptrain train it")
+        return run.attempted, run.scores(batch_size or config.eval.batch_size)
+
+
+@contextmanager
+def _switches(config: Config) -> Iterator[None]:
+    """The threads and the TF32 switches that a configuration asks for."""
+    numbers, device = config.numbers, hardware.resolve(config.device)
+    native_tf32 = numbers.compute == "tf32" and numbers.backend(device.type) == "native"
+    with hardware.tf32(native_tf32), process.threads(config.threads):
+        yield
 
 
 def _opened(record: Record, config: Config, held: ExitStack) -> dict[str, Any] | None:
@@ -281,8 +300,14 @@ class Run:
         return self.ranks.first(self.evaluate_here)
 
     def evaluate_here(self) -> dict[str, float]:
+        result = self.scores(self.config.eval.batch_size)
+        self.record.log({"step": self.attempted, "eval": result})
+        self.progress.evaluated(self.attempted, result)
+        return result
+
+    def scores(self, batch_size: int) -> dict[str, float]:
         fp32 = self.config.eval.precision == "fp32"
-        moved = (self.to_device(batch) for batch in batches(self.task.test_set, self.config.eval.batch_size))
+        moved = (self.to_device(batch) for batch in batches(self.task.test_set, batch_size))
         with ExitStack() as stack:
             stack.enter_context(process.same_random_state(self.device))
             stack.enter_context(torch.no_grad())
@@ -292,13 +317,10 @@ class Run:
             for model in self.models.values():
                 model.eval()
             try:
-                result = self.task.evaluate(moved)
+                return self.task.evaluate(moved)
             finally:
                 for model in self.models.values():
                     model.train()
-        self.record.log({"step": self.attempted, "eval": result})
-        self.progress.evaluated(self.attempted, result)
-        return result
 
     def log(self, skipped: bool) -> None:
         """One line of metrics.jsonl: the mean losses since the last line."""

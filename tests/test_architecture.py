@@ -78,6 +78,7 @@ def test_the_table_above_knows_every_wing():
         "state",
         "outcome",
         "doctor",
+        "evaluate",
         "reproduce",
         "plan",
         "errors",
