@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mptrain import files, tasks
-from mptrain.cli import _compose as compose
+from mptrain.compose import baseline as compose
 from mptrain.config import check
 from mptrain.data.dataset import BatchKey, DataSpec
 from mptrain.train import train
