@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mptrain import files
+from mptrain import compose, files
 from mptrain.config import Config, check
 from mptrain.precision.modes import Precision
 from mptrain.results.runs import find_runs
@@ -17,9 +17,7 @@ PRECISIONS = files.names("precision")
 
 
 def config(recipe: str, precision: str, folder, **changes) -> Config:
-    from mptrain.cli import _compose as compose
-
-    values = compose(recipe, precision)
+    values = compose.baseline(recipe, precision)
     return check({**values, "out": str(folder), "tensorboard": False, "progress": False, "device": "cpu", **changes})
 
 
