@@ -24,7 +24,12 @@ def test_every_small_recipe_has_the_paper_beside_it():
     small = set(files.names("recipe")) - set(PAPER)
     families = "alexnet vgg_d googlenet inception_v2 inception_v3 ssd faster_rcnn speech translate language gan clip"
     assert set(families.split()) <= small
-    assert {f"{name}_paper" for name in small if name not in ("resnet", "ssd_positives", "ssd_trees")} <= set(PAPER)
+    variants = {
+        "ssd_positives",
+        "ssd_trees",
+        "clip_hard",
+    }  # experiments of their own on a family that has its paper form
+    assert {f"{name}_paper" for name in small - variants - {"resnet"}} <= set(PAPER)
     assert "resnet50_paper" in PAPER
 
 
