@@ -7,6 +7,7 @@ one run (`mptrain probe +recipe=ssd steps=3`).
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -219,13 +220,23 @@ def _keys(mapping: dict[str, Any], prefix: str = "") -> list[str]:
 
 def baseline(recipe: str | None, precision: str) -> dict[str, Any]:
     """What Hydra would compose, as plain data and without Hydra's start-up."""
+    numbers = files.config("precision", precision)
+    return copy.deepcopy(
+        _composed(files.folder("configs"), numbers, files.config("recipe", recipe) if recipe else None)
+    )
+
+
+@functools.cache
+def _composed(configs: Path, numbers: Path, recipe: Path | None) -> dict[str, Any]:
+    """Once for each choice: `mptrain reproduce` asks for the same few many times over."""
     from omegaconf import OmegaConf
 
-    config: Any = OmegaConf.load(files.folder("configs") / "config.yaml")
+    config: Any = OmegaConf.load(configs / "config.yaml")
     for key in ("defaults", "hydra"):
         config.pop(key, None)
-    numbers = OmegaConf.load(files.config("precision", precision))
-    config = OmegaConf.merge(config, {"precision": numbers}, _recipe(recipe) if recipe else {})
+    config = OmegaConf.merge(
+        config, {"precision": OmegaConf.load(numbers)}, _recipe(recipe.stem) if recipe is not None else {}
+    )
     return OmegaConf.to_container(config, resolve=True)  # type: ignore[return-value]
 
 

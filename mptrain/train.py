@@ -195,17 +195,17 @@ class Run:
         self.throughput.begin()
         while self.attempted < config.steps and self.diverged is None:
             window = next(windows)
-            watched = self.watching()
-            if watched is not None and self.observer is not None:
+            measured = self.measuring()
+            if measured is not None and self.observer is not None:
                 self.observer.watch.skip()  # one instrument at a time
-            with watched or nullcontext():
+            with measured or nullcontext():
                 skipped = self.step(window)
-            if watched is not None:
+            if measured is not None:
                 self.instruments.dtypes["loss"] = ran.name(self.loss_dtype)
             self.attempted += 1
             if self.observer is not None:
                 self.observer.step(next(iter(self.recent.values()))[-1], self.progress)
-            self.throughput.step(self.units, counted=watched is None)
+            self.throughput.step(self.units, counted=measured is None)
             if skipped and not self.explained and self.no_scale_helps():
                 self.explain(window)
             if skipped and self.scaler.consecutive_skips >= config.max_skips:
@@ -275,7 +275,7 @@ class Run:
 
     # Around the loop.
 
-    def watching(self) -> Any:
+    def measuring(self) -> Any:
         """Instruments for the first step, and for the first that finds the optimizers' state in place; else None."""
         settled = self.instruments.settled
         if settled or (self.instruments.dtypes and not all(self.applied.values())):
@@ -296,7 +296,7 @@ class Run:
             yield from self.average.shadow[name] if self.average is not None else ()
 
     def evaluate(self) -> dict[str, float]:
-        """The metric over the whole test set, in the stated precision; leaves the random state as it was."""
+        """The metric, to the log and the screen too; among several ranks one evaluates and all are told."""
         return self.ranks.first(self.evaluate_here)
 
     def evaluate_here(self) -> dict[str, float]:
@@ -306,6 +306,7 @@ class Run:
         return result
 
     def scores(self, batch_size: int) -> dict[str, float]:
+        """The metric over the whole test set, in the stated precision; leaves the random state as it was."""
         fp32 = self.config.eval.precision == "fp32"
         moved = (self.to_device(batch) for batch in batches(self.task.test_set, batch_size))
         with ExitStack() as stack:

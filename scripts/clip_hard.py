@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mptrain import files
+from mptrain.results.quantities import logged
 from mptrain.results.runs import Run, find_runs
 
 COLUMNS = ("hard batches", "norm", "precision", "growth interval", "seeds", "recall@10 before", "recall@10 at the end")
@@ -53,10 +53,9 @@ def read(folders: list[Path]) -> list[Hard]:
     found = []
     for run in (run for run in runs if run.recipe == "clip_hard"):
         config = files.read_yaml(Path(run.folder) / "config.yaml")
-        text = (Path(run.folder) / "metrics.jsonl").read_text(encoding="utf-8")
         task = config["task"]
         interval = str(config["scaling"]["interval"]) if run.scale == "dynamic" else ""
-        lines = [json.loads(line) for line in text.splitlines()]
+        lines = logged(Path(run.folder) / "metrics.jsonl")
         found.append(Hard(run, str(task["hard"]), task["norm"], interval, task["hard_from"], lines))
     return sorted(found, key=lambda hard: (*hard.group, hard.run.seed))
 

@@ -220,7 +220,7 @@ def test_instruments_change_no_bit(tmp_path, monkeypatch):
     for precision in ("fp32", "fp16", "bf16", "tf32"):
         _, watched = trained(tmp_path / f"a{precision}", "tiny", precision, **options)
         with monkeypatch.context() as patch:
-            patch.setattr(Run, "watching", lambda self: None)
+            patch.setattr(Run, "measuring", lambda self: None)
             _, unwatched = trained(tmp_path / f"b{precision}", "tiny", precision, **options)
         assert same_bits(watched, unwatched)
 

@@ -83,23 +83,23 @@ class LossScaler:
         return finite
 
     def _unscale(self, gradients: list[Tensor]) -> bool:
-        """Multiplies by 1 / factor in place and tells whether all values are finite; waits for the device once."""
+        """Multiplies by 1 / factor in place and tells whether all values are finite.
+
+        Waits once for each device: what one format after another finds is noted in the same place.
+        """
         places = {(g.dtype, g.get_device()) for g in gradients}
-        if len(places) == 1:
-            inverse, found_inf = self._inverse(gradients[0].device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse)
-            finite = found_inf.item() == 0
-            if not finite:
-                found_inf.zero_()
-            return finite
-        groups = [[g for g in gradients if (g.dtype, g.get_device()) == place] for place in places]
-        found = []
+        groups = [gradients]
+        if len(places) > 1:
+            groups = [[g for g in gradients if (g.dtype, g.get_device()) == place] for place in places]
+        notes = {}
         for group in groups:
             inverse, found_inf = self._inverse(group[0].device)
             torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inverse)
-            found.append(found_inf.clone())
+            notes[found_inf.device] = found_inf
+        bad = [found_inf for found_inf in notes.values() if found_inf.item()]
+        for found_inf in bad:
             found_inf.zero_()
-        return not any(f.item() for f in found)
+        return not bad
 
     def _inverse(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """1 / factor on the device, kept until the factor moves, and a place to note infinities in."""

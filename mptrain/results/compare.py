@@ -11,7 +11,7 @@ from mptrain.results.csvfile import write_csv
 from mptrain.results.document import Document
 from mptrain.results.markdown import markdown
 from mptrain.results.row import Row
-from mptrain.results.runs import find_runs
+from mptrain.results.runs import find_runs, some_runs
 from mptrain.results.summary import clean
 from mptrain.results.table import build_table
 from mptrain.results.terminal import print_document
@@ -78,10 +78,8 @@ def _compare(options: argparse.Namespace) -> int:
         raise UserError(
             f"--between takes two folders, got {len(folders)}; type: mptrain compare FIRST SECOND --between."
         )
-    runs, excluded = find_runs(folders)
+    runs, excluded = some_runs(folders)
     names = clean(", ".join(map(str, folders)))
-    if not runs and not excluded:
-        raise UserError(f"There is no run in {names}; make one: mptrain +recipe=resnet precision=fp32.")
     precisions = sorted({run.precision for run in runs})
     if runs and options.baseline not in ["fp32", *precisions]:
         raise UserError(

@@ -57,17 +57,17 @@ def _number(value: Any) -> float | None:
 
 def last_step(folder: Path) -> int:
     """The last step that a run logged; 0 if none."""
-    steps = [line["step"] for line in _logged(folder / "metrics.jsonl") if type(line.get("step")) is int]
+    steps = [line["step"] for line in logged(folder / "metrics.jsonl") if type(line.get("step")) is int]
     return max(steps, default=0)
 
 
 def _training_loss(log: Path) -> float | None:
-    losses = [loss for line in _logged(log) if (loss := _number(line.get("loss"))) is not None]
+    losses = [loss for line in logged(log) if (loss := _number(line.get("loss"))) is not None]
     last = losses[-max(1, round(LAST * len(losses))) :]
     return sum(last) / len(last) if last else None
 
 
-def _logged(log: Path) -> list[dict[str, Any]]:
+def logged(log: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; none if it cannot be read. The last may be cut short by a kill."""
     lines = []
     try:

@@ -91,6 +91,15 @@ def find_runs(folders: list[Path]) -> tuple[list[Run], list[Excluded]]:
     return runs, excluded
 
 
+def some_runs(folders: list[Path]) -> tuple[list[Run], list[Excluded]]:
+    """The same; UserError if there is neither a run nor anything left out."""
+    runs, excluded = find_runs(folders)
+    if not runs and not excluded:
+        names = clean(", ".join(map(str, folders)))
+        raise UserError(f"There is no run in {names}; make one: mptrain +recipe=resnet precision=fp32.")
+    return runs, excluded
+
+
 def walk(top: Path) -> Iterator[tuple[str, str]]:
     """Yield (run folder, "") and, for a folder that cannot be listed, (folder, reason). Links are not followed."""
     waiting = [str(top)]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mptrain.watch.histogram import Histogram
+from mptrain.watch.modules import named, tensors
 from mptrain.watch.statistics import describe
 
 SCALES = tuple(2.0**k for k in range(25))
@@ -49,13 +50,11 @@ class Census:
         handles: list[Any] = []
         names: dict[Tensor, str] = {}
         several = len(models) > 1
+        for path, module in named(models):
+            if not any(True for _ in module.children()):
+                handles.append(module.register_forward_hook(self._layer(path or next(iter(models)))))
         for prefix, model in models.items():
-            for path, module in model.named_modules():
-                full = ".".join(part for part in (prefix if several else "", path) if part)
-                if not any(True for _ in module.children()):
-                    handles.append(module.register_forward_hook(self._layer(full or prefix)))
-                if not path:
-                    handles.append(module.register_forward_hook(self._outputs(prefix)))
+            handles.append(model.register_forward_hook(self._outputs(prefix)))
             for name, p in model.named_parameters():
                 names[p] = f"{prefix}.{name}" if several else name
         for optimizer in optimizers:
@@ -68,8 +67,9 @@ class Census:
 
     def _layer(self, path: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            for t in _tensors(output):
-                self.largest[path] = max(self.largest[path], describe(t).max or 0.0, -(describe(t).min or 0.0))
+            for t in tensors(output):
+                seen = describe(t)
+                self.largest[path] = max(self.largest[path], seen.max or 0.0, -(seen.min or 0.0))
                 if t.requires_grad:
                     t.register_hook(lambda g: self._add(path, "activation gradient", g))
 
@@ -77,7 +77,7 @@ class Census:
 
     def _outputs(self, prefix: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            for number, t in enumerate(_tensors(output)):
+            for number, t in enumerate(tensors(output)):
                 if t.requires_grad and t.numel() > 1:
                     key = f"{prefix} output {number + 1}"
                     t.register_hook(lambda g, key=key: self._note_output(key, g))
@@ -168,11 +168,3 @@ def rows(census: Census) -> Iterator[dict[str, Any]]:
                 "overflowed": {f"2^{int(math.log2(s))}": h.overflowed(s) for s in SCALES},
                 "exponents": {str(e): count for e, count in sorted(h.exponents.items())},
             }
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [t for item in value for t in _tensors(item)] if isinstance(value, (tuple, list)) else []

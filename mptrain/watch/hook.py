@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from mptrain.errors import UserError
 from mptrain.precision.counting import DIRECTIONS, KINDS, Counter
 from mptrain.watch.alarms import Alarm, Alarms
+from mptrain.watch.modules import named, tensors
 from mptrain.watch.statistics import Row, Statistics, every, flat, measure, read
 from mptrain.watch.store import Store
 
@@ -345,11 +346,7 @@ def _remove(handles: list[Any]) -> None:
 
 
 def _chosen(models: Mapping[str, nn.Module], patterns: list[str]) -> dict[nn.Module, str]:
-    paths = {
-        ".".join(part for part in (prefix, path) if part): module
-        for prefix, model in models.items()
-        for path, module in model.named_modules()
-    }
+    paths = dict(named(models))
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
             near = difflib.get_close_matches(pattern, paths, n=3) or [path for path in paths if path][:3]
@@ -397,12 +394,3 @@ def _scale_of(scaler: Any) -> Tensor | float | None:
 def _training() -> bool:
     """Not an evaluation, and not the second forward pass of gradient checkpointing within the backward pass."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """The floating point tensors in nested containers."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for item in value for t in tensors(item)] if isinstance(value, (tuple, list)) else []

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mptrain.watch.hook import tensors
+from mptrain.watch.modules import named, tensors
 
 PREPARES = ("empty", "full", "fill", "new_", "scalar_tensor", "lift_fresh", "resize", "detach", "view", "alias")
 """Operations whose result may hold infinities on purpose, such as masks, or nothing yet."""
@@ -96,11 +96,7 @@ class _Eyes:
     """Hooks on every module, for one run."""
 
     def __init__(self, models: dict[str, nn.Module]):
-        self.paths = {
-            module: ".".join(part for part in (name if len(models) > 1 else "", path) if part)
-            for name, model in models.items()
-            for path, module in model.named_modules()
-        }
+        self.paths = {module: path for path, module in named(models)}
         self.types = {path: type(module).__name__ for module, path in self.paths.items()}
         self.running: list[str] = []
         self.bad: tuple[nn.Module, list[Tensor], int] | None = None
