@@ -36,7 +36,7 @@ def summary(run: Run, metrics: dict[str, float], throughput: dict[str, Any] | No
         },
         "metrics": {key: value for key, value in metrics.items() if key != task.metric},
         "throughput": throughput,
-        "memory": run.instruments.memory(),
+        "memory": {**run.instruments.memory(), "weights_mib": _weights(run) / 2**20},
         "steps": {
             "attempted": run.attempted,
             "applied": min(run.applied.values()),
@@ -63,6 +63,12 @@ def summary(run: Run, metrics: dict[str, float], throughput: dict[str, Any] | No
             "torch": environment["torch"],
         },
     }
+
+
+def _weights(run: Run) -> int:
+    """Bytes of the networks' parameters and of the copies that are updated in their place."""
+    held = [p for name, model in run.models.items() for p in (*model.parameters(), *run.weights.of(name))]
+    return sum(p.numel() * p.element_size() for p in {id(p): p for p in held}.values())
 
 
 def identity(config: Config) -> dict[str, Any]:

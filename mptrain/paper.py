@@ -39,8 +39,9 @@ ORDERED = ("metric", "training loss")
 """Quantities of which it is known whether more is better: the only ones that can be worse."""
 
 QUANTITY = (
-    r"metric|training loss|throughput|memory|skipped|final scale|seconds|metrics\.\w+|"
-    r"counts\.(forward|grad_input|grad_weight)\.(zero|flushed|subnormal|overflowed)"
+    r"metric|training loss|throughput|memory|memory\.weights|skipped|final scale|seconds|metrics\.\w+|"
+    r"counts\.(forward|grad_input|grad_weight)\.(zero|flushed|subnormal|overflowed)|"
+    r"watch\.(input|output|grad_output|weight|grad_weight)\.(zero|tiny)|watch\.updates\.small|alarms\.[A-Za-z0-9 ]+"
 )
 """What a claim can be about; mptrain/results/quantities.py says what each is."""
 
@@ -57,6 +58,7 @@ class PaperRun(_Model):
     also: list[Text] = []  # further overrides, as on the command line
     printed: Number | Text | None = None  # what the paper prints
     seconds: Positive | None = None  # what one seed took: one CPU thread, another run beside it, lengths of `quick`
+    seeds: Annotated[int, Field(ge=1, le=1000)] | None = None  # fewer than the recipe's, where so many tell all
 
     @cached_property
     def scale_label(self) -> str:

@@ -39,7 +39,7 @@ def plan(recipes: list[str], seeds: int | None, common: list[str], quick: bool) 
             except UserError as error:
                 complaints += [f"{recipe}, run {name}: {line}" for line in str(error).splitlines()]
                 continue
-            for seed in range(seeds or paper.seeds):
+            for seed in range(min(seeds or paper.seeds, run.seeds or 1000)):
                 planned.append(_planned(recipe, name, config.model_copy(update={"seed": seed}), argv, short))
     if complaints:
         raise UserError("\n".join(complaints))

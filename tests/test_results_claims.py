@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ from mptrain.paper import Claim, Paper
 from mptrain.results import claims
 from mptrain.results.claim_words import in_words
 from mptrain.results.claims import NOT_AT_THIS_SIZE, NOT_RUN, SHOWS, UNDECIDED, verdicts
+from mptrain.results.quantities import quantity
 from mptrain.results.statistics import estimate, paired_difference
+from mptrain.watch.store import Store
 
+OWN = ("value", "throughput", "memory_mib", "skipped", "attempted", "final_scale")
 FP32, FP16 = [0.880, 0.884, 0.878], [0.879, 0.886, 0.877]
 
 
@@ -180,6 +184,55 @@ def test_what_is_missing_is_said(judge, tmp_path):
     found = judge({"test": "equal", "run": "fp16"}, more=failed, fp32=FP32, fp16=[0.8])
     assert found.verdict == NOT_RUN
     assert found.numbers == "no result of fp16 of resnet; 1 folder without a result"
+
+
+def watched(folder, rows):
+    """A record's watch.parquet as Watch writes it."""
+    plain = {"step": 1, "layer": "a", "name": "weight", "dtype": "float32", "scale": None, "sampled": 0, "zero": 0}
+    store = Store(folder / "watch.parquet")
+    store.add([{**plain, **row} for row in rows])
+    store.flush()
+
+
+def test_shares_of_a_watched_run(tmp_path):
+    gradient = {"kind": "grad_weight", "first_exponent": -26}
+    watched(tmp_path, [
+        # 2^-26, two of 2^-25, three of 2^-24 and ten zeros of 16 seen values of 32; counted twice
+        {**gradient, "count": 32, "sampled": 16, "zero": 10, "exponents": [1, 2, 3]},
+        # under a scale of 8 what was 2^-24 is 2^-21, so that five of six are too small
+        {**gradient, "count": 6, "sampled": 6, "scale": 8.0, "first_exponent": -23, "exponents": [2, 3, 1]},
+        {**gradient, "name": "products", "count": 99, "sampled": 99, "zero": 99, "exponents": []},
+        {"kind": "weight", "count": 40, "sampled": 20, "zero": 4, "small_updates": 3, "exponents": [16]},
+        {"kind": "weight", "count": 10, "sampled": 10, "zero": 0, "small_updates": None, "exponents": [10]},
+    ])  # fmt: skip
+    run = SimpleNamespace(folder=str(tmp_path))
+
+    def of(name):
+        return quantity(SimpleNamespace(**vars(run), **dict.fromkeys(OWN, 0)), name)
+
+    assert of("watch.grad_weight.tiny") == (2 * 3 + 5) / (2 * 6 + 6)
+    assert of("watch.grad_weight.zero") == 20 / 38
+    assert of("watch.updates.small") == 6 / 40
+    assert of("watch.grad_output.tiny") is None
+    (tmp_path / "watch.parquet" / "000000002.parquet").write_text("rubbish")
+    assert of("watch.updates.small") == 6 / 40
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "value"),
+    [
+        ({"watch": "underflow, rising underflow"}, "alarms.underflow", 1.0),
+        ({"watch": "rising underflow"}, "alarms.underflow", 0.0),
+        ({"watch": "healthy"}, "alarms.underflow", 0.0),
+        ({}, "alarms.underflow", None),
+        ({"memory": {"weights_mib": 6.0}}, "memory.weights", 6.0),
+        ({"memory": {"weights_mib": "6"}}, "memory.weights", None),
+        ({"memory": {}}, "memory.weights", None),
+    ],
+)
+def test_numbers_of_a_summary(tmp_path, written, name, value):
+    (tmp_path / "summary.json").write_text(json.dumps(written))
+    assert quantity(SimpleNamespace(folder=str(tmp_path), **dict.fromkeys(OWN, 0)), name) == value
 
 
 @pytest.mark.parametrize(

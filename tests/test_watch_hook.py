@@ -237,3 +237,16 @@ def test_updates_lost_to_rounding_are_told():
     watch.step()
     assert rows_of(watch, "weight", name="weight")[0]["lost"] == 16
     assert [alarm.rule for alarm in made] == ["updates lost to rounding"]
+
+
+def test_updates_that_half_weights_would_lose_are_counted_in_fp32():
+    model = nn.Linear(5, 1, bias=False)
+    model.weight.data = torch.tensor([[1.0, 1.0, -3.0, 0.0, 2.0]])
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    watch = mptrain.Watch(model, optimizer)
+    model(torch.tensor([[2.0**-12, 2.0**-11, 2.0**-10, 2.0**-30, 0.0]])).sum().backward()
+    optimizer.step()
+    watch.step()
+    # 1 / 2^-12 and 2 / 0 are over 2048; 1 / 2^-11 is 2048, 3 / 2^-10 is more, and zero weighs nothing
+    (row,) = rows_of(watch, "weight")
+    assert (row["small_updates"], row["lost"]) == (3, None)

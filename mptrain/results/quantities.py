@@ -5,7 +5,9 @@ it has one seed fewer.
 """
 
 import json
+import math
 import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from mptrain.results.summary import LARGEST_NUMBER, BadSummary, load
 LARGEST_LOG = 200_000_000  # bytes of metrics.jsonl
 LAST = 0.1  # share of the logged steps at the end over which the training loss is averaged
 
-EXACT = ("memory",)
+LARGEST_PART = 500_000_000  # bytes of one file of watch.parquet
+TINY = -24  # FP16's smallest number is 2^-24
+
+EXACT = ("memory", "memory.weights")
 """Quantities that no seed changes, so that one run decides."""
 
 
@@ -25,7 +30,10 @@ def quantity(run: Run, name: str) -> float | None:
     metric, throughput, memory (MiB), skipped (share of attempted steps), final scale, seconds (of the run's last
     process), training loss (mean over the last tenth of the logged steps), metrics.NAME, counts.DIRECTION.KIND: of all
     values counted in a direction (forward, grad_input, grad_weight) the share that was zero, or of the nonzero ones the
-    share that was flushed, subnormal or overflowed.
+    share that was flushed, subnormal or overflowed, memory.weights (MiB of parameters and of the FP32 copy). Of a
+    watched run: watch.KIND.zero, share of zeros among what was seen of that kind in all steps, watch.KIND.tiny, share
+    of its nonzero values below 2^-24 without the loss scale, watch.updates.small, share of the FP32 weights that were
+    over 2048 times their update, and alarms.RULE, 1 if this alarm was raised and 0 if not.
     """
     own = {
         "metric": run.value,
@@ -44,8 +52,14 @@ def quantity(run: Run, name: str) -> float | None:
             return _number(load(os.path.join(run.folder, "summary.json")).get("wall_s"))
         if kind == "metrics":
             return _number(load(os.path.join(run.folder, "summary.json")).get("metrics", {}).get(rest))
+        if kind == "memory":
+            return _number(load(os.path.join(run.folder, "summary.json")).get("memory", {}).get("weights_mib"))
+        if kind == "alarms":
+            return _raised(load(os.path.join(run.folder, "summary.json")), rest)
         if kind == "counts":
             return _counted(load(os.path.join(run.folder, "counts.json")), *rest.split("."))
+        if kind == "watch":
+            return _watched(list(_rows(Path(run.folder) / "watch.parquet")), *rest.split("."))
     except (OSError, BadSummary, AttributeError, TypeError):
         pass
     return None
@@ -87,3 +101,50 @@ def _counted(table: Any, direction: str, kind: str) -> float | None:
     sums = {name: sum(_number(row.get(name)) or 0.0 for row in rows) for name in ("values", "zero", kind)}
     of = sums["values"] if kind == "zero" else sums["values"] - sums["zero"]
     return sums[kind] / of if of > 0 else None
+
+
+def _raised(summary: Any, rule: str) -> float | None:
+    verdict = summary.get("watch")  # names every rule; "alarms" lists the first twenty only
+    return float(rule in verdict.split(", ")) if isinstance(verdict, str) else None
+
+
+def _rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of watch.parquet that quantities are about; none if it cannot be read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    wanted = ("kind", "name", "scale", "count", "sampled", "zero", "first_exponent", "exponents", "small_updates")
+    try:
+        for part in sorted(folder.glob("*.parquet")):
+            if part.is_symlink() or part.stat().st_size > LARGEST_PART:
+                return
+            file = pq.ParquetFile(part)
+            yield from file.read(columns=[name for name in wanted if name in file.schema_arrow.names]).to_pylist()
+    except (OSError, pa.ArrowException):
+        return
+
+
+def _watched(rows: list[dict[str, Any]], kind: str, what: str) -> float | None:
+    if (kind, what) == ("updates", "small"):
+        counted = [row for row in rows if row.get("small_updates") is not None]
+        return _share((_of_all(row, row["small_updates"]) for row in counted), (row["count"] for row in counted))
+    rows = [row for row in rows if row.get("kind") == kind and row.get("name") != "products"]
+    if what == "zero":
+        return _share((_of_all(row, row["zero"]) for row in rows), (row["count"] for row in rows))
+    return _share((_of_all(row, _tiny(row)) for row in rows), (_of_all(row, sum(row["exponents"])) for row in rows))
+
+
+def _of_all(row: dict[str, Any], counted: int) -> float:
+    """From a count in the sample to one in the whole tensor."""
+    return counted * row["count"] / max(1, row["sampled"])
+
+
+def _tiny(row: dict[str, Any]) -> int:
+    """How many nonzero numbers of a row are below 2^-24; a loss scale that is no power of two is taken as the next."""
+    end = TINY + math.ceil(math.log2(row["scale"] or 1.0)) - row["first_exponent"]
+    return sum(row["exponents"][: max(0, end)])
+
+
+def _share(parts: Iterable[float], wholes: Iterable[float]) -> float | None:
+    whole = sum(wholes)
+    return sum(parts) / whole if whole > 0 else None

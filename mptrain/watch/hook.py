@@ -36,6 +36,8 @@ from mptrain.watch.store import Store
 
 DENSE_STEPS, DENSER = 50, 5
 """After an alarm: for so many steps, so many times as often."""
+SMALL_UPDATE = 2048.0
+"""A weight this many times its update may keep its value in FP16 (Mixed Precision Training, section 3.1)."""
 
 
 class Watch:
@@ -154,6 +156,7 @@ class Collection:
         self.scale: Tensor | float | None = None
         self.closed: set[nn.Parameter] = set()
         self.before: dict[nn.Parameter, Tensor] = {}
+        self.full: dict[nn.Parameter, Tensor] = {}
         self.counter: Counter | None = None
         self.counted: dict[tuple[str, str], Tensor] = {}
         self.parameters = _parameters(watch)
@@ -229,6 +232,8 @@ class Collection:
             if low and (gradient := p.grad) is not None and not gradient.is_sparse:
                 moving = every(flat(gradient), self.watch.sample) != 0
                 self.before[mine] = torch.where(moving, every(flat(mine), self.watch.sample), torch.nan)
+            elif p is mine and mine.dtype == torch.float32 and p.grad is not None:
+                self.full[mine] = every(flat(mine), self.watch.sample).clone()
 
     # The end.
 
@@ -252,17 +257,21 @@ class Collection:
             self._add("", "loss", "", loss)
         keys = [(key, len(rows)) for key, rows in self.measured.items()]
         lost = {p: torch.count_nonzero(b == every(flat(p), watch.sample)).double() for p, b in self.before.items()}
+        small = {p: _small_updates(b, every(flat(p), watch.sample)) for p, b in self.full.items()}
         found = iter(read([row for rows in self.measured.values() for row in rows]))
         scale = None if self.scale is None else float(self.scale)
-        lost_of = {self.parameters[p]: int(n) for p, n in lost.items()}
+        lost_of, small_of = ({self.parameters[p]: int(n) for p, n in each.items()} for each in (lost, small))
         rows = []
         for key, calls in keys:
             whole = sum((next(found) for _ in range(calls)), Statistics())
-            rows.append(self._row(step, key, calls, whole, scale, lost_of))
+            row = self._row(step, key, calls, whole, scale)
+            if row["kind"] == "weight":
+                row |= {"lost": lost_of.get((key[0], key[2])), "small_updates": small_of.get((key[0], key[2]))}
+            rows.append(row)
         return rows + self._products(step, scale)
 
     def _row(
-        self, step: int, key: tuple[str, str, str], calls: int, s: Statistics, scale: float | None, lost: dict
+        self, step: int, key: tuple[str, str, str], calls: int, s: Statistics, scale: float | None
     ) -> dict[str, Any]:
         layer, kind, name = key
         if kind.startswith("grad_") and scale is not None:
@@ -281,7 +290,8 @@ class Collection:
             "scale": scale,
             **{n: getattr(s, n) for n in plain},
             "flushed": None,
-            "lost": lost.get((layer, name)) if kind == "weight" else None,
+            "lost": None,
+            "small_updates": None,
             "first_exponent": first,
             "exponents": exponents,
         }
@@ -299,7 +309,8 @@ class Collection:
             if not counts["values"] or layer not in self.order:
                 continue
             rows.append(
-                dict.fromkeys(("norm", "min", "max", "mean", "abs_mean", "std", "lost", "nan", "below", "above"))
+                dict.fromkeys(("norm", "min", "max", "mean", "abs_mean", "std", "nan", "below", "above"))
+                | {"lost": None, "small_updates": None}
                 | {
                     "step": step,
                     "layer": layer,
@@ -320,6 +331,11 @@ class Collection:
                 }
             )
         return rows
+
+
+def _small_updates(before: Tensor, after: Tensor) -> Tensor:
+    """How many weights are over 2048 times what they were moved by; zeros are not."""
+    return torch.count_nonzero(before.abs() > SMALL_UPDATE * (after - before).abs()).double()
 
 
 class _Undo:

@@ -12,6 +12,9 @@ A folder of parts, each named by the last step in it, which pandas, pyarrow and 
                 see Statistics: magnitudes are without the loss scale, counts are of the tensor as it was
     flushed     of products: nonzero before rounding and zero after; null where this cannot be known
     lost        of weights kept in 16 bits: how many did not move although their gradient was not zero; null elsewhere
+    small_updates
+                of weights kept in FP32: how many are over 2048 times their update, which FP16 would round away; null
+                elsewhere, and where the optimizer did not step
     first_exponent, exponents
                 counts of 2^e <= |x| < 2^(e+1) from the first exponent on, loss scale included
 """
@@ -25,7 +28,7 @@ from typing import Any
 
 TEXT = ("layer", "kind", "name", "dtype")
 WHOLE = ("step", "order", "calls", "count", "sampled", "zero", "nan", "inf", "subnormal", "below", "above", "flushed",
-         "lost", "first_exponent")  # fmt: skip
+         "lost", "small_updates", "first_exponent")  # fmt: skip
 REAL = ("scale", "norm", "min", "max", "mean", "abs_mean", "std")
 
 
