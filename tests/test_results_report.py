@@ -4,14 +4,20 @@ import json
 import shutil
 import struct
 import subprocess
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from mptrain.cli import main
-from mptrain.results.document import Document
-from mptrain.results.report.page import page, script
+from mptrain.results.report import histogram
+from mptrain.results.report.inside import ALL, Gradients, read_probe, seen
+from mptrain.results.report.page import SCRIPTS, formats_part, page, script
+from mptrain.results.summary import BadSummary
+from mptrain.watch.histogram import Histogram
+from mptrain.watch.store import Store
 
 CHROMIUM = shutil.which("chromium")
 TORCH = {
@@ -30,7 +36,7 @@ def test_a_page_from_broken_records_lists_them_and_escapes_them(tmp_path, capsys
     assert main(["report", str(tmp_path / "runs"), "-o", str(tmp_path / "page" / "r.html")]) == 0
     text = (tmp_path / "page" / "r.html").read_text()
     assert "unreadable" in text and "&lt;script&gt;alert(1)" in text
-    assert text.count("<script>") == 2 and "<b>" not in text and "<i>" not in text and "\u2028" not in text
+    assert text.count("<script>") == len(SCRIPTS) and "<b>" not in text and "<i>" not in text and "\u2028" not in text
     assert "http://" not in text and "https://" not in text and "src=" not in text
 
 
@@ -78,7 +84,7 @@ def opened(folder, html: str) -> tuple[str, str]:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium to open the page")
 def test_the_page_fills_its_formats_under_its_own_policy(tmp_path):
-    dom, log = opened(tmp_path, page(Document([])))
+    dom, log = opened(tmp_path, page([formats_part()]))
     fp16 = dom.partition('<tr data-format="FP16">')[2].partition("</tr>")[0]
     assert ">0000000001<" in fp16 and ">5.960464477539063e-8<" in fp16 and "subnormal" in fp16
     assert dom.count(">lost: rounded to zero<") == 2  # both FP8 formats
@@ -108,6 +114,103 @@ def test_typed_numbers_round_as_torch_rounds_them(tmp_path):
                 assert text == "-0" or text.split()[1] == f"{word & 0xFFFF:016b}", (name, text)
 
 
+SSD = Gradients("<b>ssd", "a census", {(ALL, "activation gradients"): Histogram({-30: 3, -20: 4, 2: 1}, zero=8)})
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium to run the page's scripts")
+def test_the_slider_counts_as_the_library_does(tmp_path):
+    random = np.random.default_rng(0)
+    sets = [
+        Histogram({int(e): int(random.integers(1, 10**12)) for e in random.integers(-60, 20, 30)}) for _ in range(9)
+    ]
+    given = [dict(zip(("first", "counts"), h.bins(), strict=True)) for h in sets]
+    code = (
+        f"const sets = {json.dumps(given)}; const out = [];"
+        "for (const set of sets) for (let k = -8; k <= 48; k++) out.push(fates(set, k));"
+        "document.getElementById('out').textContent = JSON.stringify(out);"
+    )
+    dom, _ = opened(tmp_path, f"<pre id=out></pre><script>{script('histogram.js')}\n{code}</script>")
+    got = iter(json.loads(dom.partition('<pre id="out">')[2].partition("</pre>")[0]))
+    for h in sets:
+        for k in range(-8, 49):
+            zero, subnormal, normal, infinite = next(got)
+            assert zero + subnormal + normal + infinite == h.nonzero
+            assert zero / h.nonzero == h.flushed(2.0**k)
+            assert subnormal / h.nonzero == h.subnormal(2.0**k)
+            assert infinite / h.nonzero == pytest.approx(h.overflowed(2.0**k), abs=1e-15)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium to open the page")
+def test_the_histogram_prints_its_shares(tmp_path):
+    part, left_out = histogram.histogram_section([SSD])
+    dom, log = opened(tmp_path, page([formats_part(), histogram_part(part)]))
+    assert not left_out and "CONSOLE" not in log and "<b>" not in dom
+    assert "37.50 % are rounded to zero, 50.00 % are subnormal, 0 % overflow." in dom
+    assert "Exact zeros before any rounding: 50.00 % of all." in dom and "largest safe scale: 2^11" in dom
+
+
+def histogram_part(html: str):
+    return replace(formats_part(), anchor="histogram", html=html)
+
+
+def test_histograms_without_room_or_content_are_named(monkeypatch):
+    zeros = Gradients("all zero", "", {(ALL, "activation gradients"): Histogram({}, zero=5)})
+    found, left_out = histogram.kept([SSD, zeros])
+    assert found == [{"name": "<b>ssd", "about": "a census", "sets": [
+        {"name": "activation gradients, (all layers)", "first": -30, "counts": [3] + [0] * 9 + [4] + [0] * 21 + [1],
+         "zero": 8, "best": 11}]}]  # fmt: skip
+    assert left_out == ["all zero: histograms left out, all its gradients are zero"]
+    assert "<" not in histogram.embedded(found)
+    monkeypatch.setattr(histogram, "MOST_BYTES", 50)
+    assert histogram.kept([SSD])[1] == ["<b>ssd: histograms left out, no room left on the page"]
+
+
+def row(step: int, kind: str, **of):
+    empty = dict.fromkeys(("order", "name", "dtype", "calls", "scale", "count", "sampled", "zero", "flushed"))
+    return empty | {"step": step, "layer": "fc", "kind": kind, "order": 0, "name": "", "scale": 8.0, **of}
+
+
+def watched_run(folder, rows):
+    (folder / "run").mkdir(parents=True)
+    store = Store(folder / "run" / "watch.parquet")
+    store.add(rows)
+    store.flush()
+    return SimpleNamespace(folder=str(folder / "run"), recipe="tiny", precision_label="fp16", scale="8", seed=0)
+
+
+def test_a_watched_run_gives_histograms_without_its_scale_and_losses_by_step(tmp_path):
+    gradient = {"sampled": 8, "count": 8, "zero": 1, "first_exponent": -4, "exponents": [3, 4]}
+    products = {"name": "products", "count": 10, "zero": 2, "exponents": []}
+    rows = [row(step, "grad_output", **gradient) for step in (3, 6)]
+    rows += [row(3, "grad_input", flushed=4, **products), row(3, "grad_weight", flushed=0, **products)]
+    rows += [row(6, "grad_input", flushed=8, **products), row(6, "grad_output", **{**gradient, "scale": 3.0})]
+    found = seen([watched_run(tmp_path, rows)], [])
+    assert not found.unread
+    [gradients] = found.gradients
+    assert gradients.of[ALL, "activation gradients"] == gradients.of["fc", "activation gradients"]
+    assert gradients.of["fc", "activation gradients"] == Histogram({-7: 6, -6: 8}, zero=2)
+    assert "it was 8" in gradients.about and "1 tensors whose loss scale was no power of two" in gradients.about
+    losses = found.losses[str(tmp_path / "run")]
+    assert losses.counted and losses.share == {("fc", 3): 0.25, ("fc", 6): 1.0}
+
+
+def test_without_counted_products_zeros_stand_in_and_it_is_said(tmp_path):
+    rows = [row(3, "grad_output", sampled=8, count=8, zero=2, first_exponent=0, exponents=[6])]
+    losses = seen([watched_run(tmp_path, rows)], []).losses[str(tmp_path / "run")]
+    assert not losses.counted and losses.share == {("fc", 3): 0.25}
+
+
+def test_files_that_hold_something_else_are_named(tmp_path):
+    run = watched_run(tmp_path, [row(3, "grad_output", sampled=8, count=8, zero=9, first_exponent=999, exponents=[1])])
+    assert "beyond -160..160" in seen([run], []).unread[0]
+    next((tmp_path / "run" / "watch.parquet").iterdir()).write_bytes(b"PAR1 no parquet")
+    assert "is no part of a watch" in seen([run], []).unread[0]
+    (tmp_path / "probe.json").write_text('{"census": 3, "recommended": {}}')
+    with pytest.raises(BadSummary, match="census"):
+        read_probe(tmp_path / "probe.json")
+    assert len(seen([run], [tmp_path, tmp_path]).unread) == 2
+
+
 def test_the_policy_names_the_scripts_by_hash():
-    text = page(Document([]))
-    assert text.count("'sha256-") == 2 and "unsafe-inline'; script" not in text
+    text = page([formats_part()])
+    assert text.count("'sha256-") == len(SCRIPTS) and text.count("unsafe-inline") == 1

@@ -1,8 +1,11 @@
-"""A document as one HTML file that needs nothing else: no script, no font; light or dark as the system is."""
+"""A document as one HTML file that needs nothing else: no font, nothing from a network; light or dark as the system."""
 
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
 from html import escape
 
-from mptrain.results.document import Block, Cell, Document
+from mptrain.results.document import Block, Cell, Column, Document
 
 STYLE = """
 :root {
@@ -33,41 +36,57 @@ ul { padding-left: 1.2rem; font-size: .92rem; }
 
 def webpage(document: Document, title: str) -> str:
     """The whole page; every text is escaped."""
-    parts = [_block(block) for block in document.blocks]
-    parts += [
-        f"<section><h2>{escape(heading)}</h2>{_list(lines)}</section>" for heading, lines in document.lists.items()
-    ]
+    parts = [section(block) for block in document.blocks]
+    parts += [listed(heading, lines) for heading, lines in document.lists.items()]
+    return framed(title, parts)
+
+
+def framed(title: str, parts: Iterable[str], style: str = "", scripts: Sequence[str] = ()) -> str:
+    """A page around parts that are HTML. Its policy lets these very scripts run, by their hash, and loads nothing."""
+    hashes = " ".join(f"'sha256-{_hash(text)}'" for text in scripts)
+    policy = f"default-src 'none'; {f'script-src {hashes}; ' if scripts else ''}style-src 'unsafe-inline'"
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            f"<title>{escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>",
             *parts,
+            *(f"<script>{text}</script>" for text in scripts),
             "</body>\n</html>\n",
         ]
     )
 
 
-def _block(block: Block) -> str:
-    numbers = [column.number for column in block.columns]
-    heads = [
-        _cell("th", Cell(column.heading, column.detail), column.number, ' scope="col"') for column in block.columns
-    ]
+def section(block: Block, anchor: str = "", inside: str = "") -> str:
+    """A block under its heading; inside: HTML that follows its table."""
+    return "\n".join(
+        [
+            f'<section id="{escape(anchor)}">' if anchor else "<section>",
+            f"<h2>{escape(block.title)}</h2>",
+            *(f"<p>{escape(line)}</p>" for line in block.lines),
+            f"{table(block.columns, block.cells)}{_list(block.notes)}{inside}</section>",
+        ]
+    )
+
+
+def table(columns: Sequence[Column], lines: Iterable[Sequence[Cell]]) -> str:
+    """A table that scrolls sideways where the page is narrow."""
+    numbers = [column.number for column in columns]
+    heads = [_cell("th", Cell(column.heading, column.detail), column.number, ' scope="col"') for column in columns]
     rows = []
-    for cells in block.cells:
+    for cells in lines:
         first = _cell("th", cells[0], numbers[0], ' scope="row"')
         others = (_cell("td", cell, number) for cell, number in zip(cells[1:], numbers[1:], strict=True))
         rows.append(f"<tr>{first}{''.join(others)}</tr>")
-    return "\n".join(
-        [
-            f"<section><h2>{escape(block.title)}</h2>",
-            *(f"<p>{escape(line)}</p>" for line in block.lines),
-            f'<div class="scroll"><table>\n<thead><tr>{"".join(heads)}</tr></thead>\n<tbody>',
-            *rows,
-            f"</tbody></table></div>{_list(block.notes)}</section>",
-        ]
-    )
+    top = f'<div class="scroll"><table>\n<thead><tr>{"".join(heads)}</tr></thead>\n<tbody>'
+    return "\n".join([top, *rows, "</tbody></table></div>"])
+
+
+def listed(heading: str, lines: list[str], anchor: str = "") -> str:
+    """Lines under a heading."""
+    start = f'<section id="{escape(anchor)}">' if anchor else "<section>"
+    return f"{start}<h2>{escape(heading)}</h2>{_list(lines)}</section>"
 
 
 def _cell(tag: str, cell: Cell, number: bool, scope: str = "") -> str:
@@ -79,3 +98,7 @@ def _cell(tag: str, cell: Cell, number: bool, scope: str = "") -> str:
 
 def _list(lines: list[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
+
+
+def _hash(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

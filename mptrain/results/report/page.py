@@ -1,30 +1,19 @@
-"""The page: claims, tables and number formats as one HTML file that asks nothing of the network.
+"""The page: parts under one another, with a list of them on top, as one HTML file that asks nothing of the network.
 
 Everything from a record reaches the page escaped, as text. The scripts are files of this folder and hold no data; the
 page's security policy allows these very scripts, by their hash, and no others.
 """
 
-import base64
-import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 
-from mptrain.results.document import Document
-from mptrain.results.webpage import webpage
+from mptrain.results.webpage import framed
 
-SCRIPTS = ("formats.js", "numbers.js")
+SCRIPTS = ("formats.js", "numbers.js", "histogram.js")
 FORMATS = ("FP32", "TF32", "BF16", "FP16", "FP8 E4M3", "FP8 E5M2")
 TITLE = "mptrain: report"
-
-STYLE = """
-.bits { font-family: ui-monospace, monospace; } .bits span { display: inline-block; }
-.stored { white-space: nowrap; }
-.bits .sign { color: var(--bad); } .bits .exponent { color: var(--good); }
-.bits span + span { margin-left: .5em; }
-input { font: inherit; padding: .3rem .5rem; width: 14rem; max-width: 100%; }
-@media (max-width: 40rem) { body { padding: 0 .7rem; } th, td { padding: .35rem .4rem; } }
-@media print { body { margin: 0; max-width: none; } .scroll { overflow: visible; } section { break-inside: avoid; } }
-"""
 
 NUMBERS = """
 <section id="formats"><h2>Number formats</h2>
@@ -42,23 +31,28 @@ ROW = (
 )
 
 
-def page(document: Document) -> str:
+@dataclass(frozen=True)
+class Part:
+    """A piece of the page: an HTML section with this id, and its title, which is text."""
+
+    anchor: str
+    title: str
+    html: str
+
+
+def page(parts: Sequence[Part]) -> str:
     """The whole file."""
-    scripts = [script(name) for name in SCRIPTS]
-    hashes = " ".join(f"'sha256-{_hash(text)}'" for text in scripts)
-    whole = webpage(document, TITLE)
-    whole = whole.replace("default-src 'none';", f"default-src 'none'; script-src {hashes};", 1)
-    whole = whole.replace("</style>", f"{STYLE}</style>", 1)
-    numbers = NUMBERS.format(rows="\n".join(ROW.format(name=escape(name)) for name in FORMATS))
-    end = numbers + "".join(f"<script>{text}</script>\n" for text in scripts)
-    head, _, tail = whole.rpartition("</body>")
-    return f"{head}{end}</body>{tail}"
+    links = "".join(f'<li><a href="#{escape(part.anchor)}">{escape(part.title)}</a></li>' for part in parts)
+    contents = f'<nav aria-label="Contents"><ul>{links}</ul></nav>'
+    return framed(TITLE, [contents, *(part.html for part in parts)], script("page.css"), [script(n) for n in SCRIPTS])
+
+
+def formats_part() -> Part:
+    """Bit layouts, with a number to type in."""
+    rows = "\n".join(ROW.format(name=escape(name)) for name in FORMATS)
+    return Part("formats", "Number formats", NUMBERS.format(rows=rows))
 
 
 def script(name: str) -> str:
-    """The text of one of the page's scripts."""
+    """The text of one of the page's scripts, or of its style."""
     return (files("mptrain.results.report") / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
