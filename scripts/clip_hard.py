@@ -4,7 +4,7 @@
 
 Make the records first, e.g. `mptrain -m +recipe=clip_hard precision=fp32,bf16,fp16 seed=0,1`, and the same with
 task.hard=shuffled, task.norm=batch or scaling.interval=50. The figure (PNG and SVG) needs `pip install
-'mptrain[figures]'`. The verdict is printed, whatever it is.
+'mptrain[report]'`. The verdict is printed, whatever it is.
 """
 
 from __future__ import annotations

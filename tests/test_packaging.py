@@ -10,12 +10,14 @@ import pytest
 
 TOP = Path(__file__).parent.parent
 PROJECT = tomllib.loads((TOP / "pyproject.toml").read_text(encoding="utf-8"))
-IMPORTED_AS = {"hydra-core": "hydra", "pyyaml": "yaml", "pillow": "PIL"}
+IMPORTED_AS = {"hydra-core": "hydra", "pyyaml": "yaml", "pillow": "PIL", "vl-convert-python": "vl_convert"}
 """Packages whose module has another name."""
 
 
 def declared() -> set[str]:
-    listed = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"].get("faces", [])
+    listed = PROJECT["project"]["dependencies"] + [
+        line for extra in ("faces", "report") for line in PROJECT["project"]["optional-dependencies"][extra]
+    ]
     names = [re.match(r"[A-Za-z0-9_.-]+", line)[0].lower() for line in listed]
     return {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
 

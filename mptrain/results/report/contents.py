@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from mptrain import files
 from mptrain.results.claims import verdicts_of
 from mptrain.results.named import Records
+from mptrain.results.report.curves import curves, logs
+from mptrain.results.report.figure import Figure, beside
+from mptrain.results.report.heatmap import heatmap
 from mptrain.results.report.histogram import histogram_section
-from mptrain.results.report.inside import seen
+from mptrain.results.report.inside import Seen, label, seen
 from mptrain.results.report.page import Part, formats_part
 from mptrain.results.reproduced import claims_block, made, printed, printed_block
-from mptrain.results.runs import some_runs
+from mptrain.results.row import Group
+from mptrain.results.runs import Run, some_runs
 from mptrain.results.table import build_table
 from mptrain.results.webpage import listed, section
 from mptrain.results.words import document_of
 
 
-def contents(folders: list[Path], probed: list[Path]) -> list[Part]:
-    """All parts. probed: where else probes may lie. Raises UserError if there is no run in the folders."""
+@dataclass(frozen=True)
+class Contents:
+    """The page's parts, and the figures that stand in them."""
+
+    parts: list[Part]
+    figures: list[Figure]
+
+
+def contents(folders: list[Path], probed: list[Path]) -> Contents:
+    """All of it. probed: where else probes may lie. Raises UserError if there is no run in the folders."""
     runs, excluded = some_runs(folders)
     inside = seen(runs, [*folders, *probed])
-    tables = document_of(build_table(runs, excluded))
+    table = build_table(runs, excluded)
+    tables = document_of(table)
     present = {run.recipe for run in runs}
     recipes = [name for name in files.names("recipe") if name in present]
     claims, lines = verdicts_of(runs, excluded, recipes), printed(recipes, Records(runs, excluded))
@@ -31,12 +46,29 @@ def contents(folders: list[Path], probed: list[Path]) -> list[Part]:
     parts += [Part("paper", "Paper and here", section(printed_block(lines, made(runs)), "paper"))] if lines else []
     histogram, no_room = histogram_section(inside.gradients)
     parts += [Part("histogram", "Gradients by exponent, under a loss scale", histogram), formats_part()]
-    for number, block in enumerate(tables.blocks, start=1):
-        anchor = f"table-{number}-{slug(block.title.split(' ')[0])}"
-        parts.append(Part(anchor, block.title, section(block, anchor)))
+    drawn: list[Figure] = []
+    numbers: Counter[str] = Counter()
+    for block, group in zip(tables.blocks, table.groups, strict=True):
+        recipe = f"recipe-{slug(group.rows[0].recipe)}"
+        numbers[recipe] += 1
+        anchor = recipe if numbers[recipe] == 1 else f"{recipe}-{numbers[recipe]}"
+        figures = curves(anchor, group, logs(group)) + heatmaps(anchor, group, runs, inside)
+        parts.append(Part(anchor, block.title, section(block, anchor, beside(figures))))
+        drawn += figures
     lists = tables.lists | {"Not on this page": inside.unread + no_room}
     parts += [Part(slug(name), name, listed(name, lines, slug(name))) for name, lines in lists.items() if lines]
-    return parts
+    return Contents(parts, drawn)
+
+
+def heatmaps(anchor: str, group: Group, runs: list[Run], inside: Seen) -> list[Figure]:
+    """Of every watched run of a group."""
+    of_group = {folder for row in group.rows for folder in row.folders.split(" | ")}
+    watched = [run for run in runs if run.folder in of_group and run.folder in inside.losses]
+    return [
+        figure
+        for number, run in enumerate(watched, start=1)
+        for figure in heatmap(f"{anchor}-underflow-{number}", label(run), inside.losses[run.folder])
+    ]
 
 
 def slug(text: str) -> str:

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from mptrain.errors import UserError
+from mptrain.results.report.charts import files_of
 from mptrain.results.report.contents import contents
 from mptrain.results.report.page import page
 from mptrain.results.summary import clean
@@ -26,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"where to look for runs and probes (default: {RUNS}, and {PROBES} for probes)",
     )
     result.add_argument("-o", "--output", metavar="FILE", default="report.html", help="the page (default: %(default)s)")
+    result.add_argument("--figures", metavar="FOLDER", help="write every figure there too, as PNG and as SVG")
     return result
 
 
@@ -37,13 +39,23 @@ def report(argv: list[str]) -> int:
         return int(stop.code or 0)
     folders = [Path(folder) for folder in options.folders]
     output = Path(options.output)
-    text = page(contents(folders or [RUNS], [] if folders else [PROBES]))
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"Cannot write {clean(str(output))} ({error.strerror}); give a file that may be written: -o FILE."
-        ) from error
+    found = contents(folders or [RUNS], [] if folders else [PROBES])
+    text = page(found.parts)
+    _write(output, text.encode(), "give a file that may be written: -o FILE")
     print(f"wrote {output} ({len(text.encode()) / 1e6:.1f} MB)")
+    if options.figures:
+        for figure in found.figures:
+            for ending, content in files_of(figure.chart()).items():
+                _write(
+                    Path(options.figures) / f"{figure.name}.{ending}", content, "give another folder: --figures FOLDER"
+                )
+        print(f"wrote {len(found.figures)} figures, PNG and SVG, to {options.figures}")
     return 0
+
+
+def _write(path: Path, content: bytes, cure: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise UserError(f"Cannot write {clean(str(path))} ({error.strerror}); {cure}.") from error
