@@ -41,9 +41,6 @@ def optimizer(name: str, parameters: list[nn.Parameter], lr: float, **options: A
         if key not in known:
             raise UserError(f"optimizer.{key} is not an option of {name}; {suggest(key, known)}")
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    if name != "adagrad" and not options.get("fused"):
-        # The same operations in the same order, looped over in C++: faster on small networks, bit for bit equal.
-        options["foreach"] = True
     try:
         built = kind(parameters, lr=lr, **options)  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:

@@ -48,7 +48,7 @@ def test_every_optimizer_is_torchs_own(name):
         ("rmsprop", {"momentum": 0.9, "centered": True}),
     ],
 )
-def test_looping_in_cpp_changes_no_bit(name, settings):
+def test_updates_are_those_of_torchs_plain_loop(name, settings):
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator) for shape in ((7, 5), (7,), (3, 7, 2, 2))]
     ours, theirs = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
