@@ -1,0 +1,72 @@
+"""The benchmarks: what their numbers are made of, and that each of them runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@pytest.fixture
+def benchmarking(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import benchmarking
+
+    return benchmarking
+
+
+def test_blocks_alternate_and_the_first_round_is_left_out(benchmarking):
+    ran = []
+
+    def loop(name):
+        return lambda count: ran.append((name, count)) or len(ran) * count
+
+    found = benchmarking.alternate({"a": loop("a"), "b": loop("b"), "c": loop("c")}, steps=5, blocks=3)
+    assert {count for _, count in ran} == {5}
+    rounds = ["".join(name for name, _ in ran[i : i + 3]) for i in range(0, 12, 3)]
+    assert [sorted(r) for r in rounds] == [list("abc")] * 4
+    assert len({r[0] for r in rounds}) == 3
+    assert {name: len(times) for name, times in found.items()} == {"a": 3, "b": 3, "c": 3}
+    assert min(min(times) for times in found.values()) == 4.0  # seconds per step; the fourth call is the first counted
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_a_round(benchmarking):
+    found = benchmarking.ratio([2.0, 30.0, 6.0, 8.0, 50.0], [1.0, 10.0, 3.0, 2.0, 10.0])  # 2, 3, 2, 4, 5
+    assert found == (3.0, 2.0, 4.0)
+    assert found.cells() == ("3.000", "2.000 to 4.000")
+    assert benchmarking.Spread.of([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_floating_point_operations_of_a_product_and_its_gradients(benchmarking):
+    import torch
+
+    x, w = torch.randn(3, 5), torch.randn(5, 7, requires_grad=True)
+    assert benchmarking.flops(lambda: (x @ w).sum().backward()) == 2 * 2 * 3 * 5 * 7
+
+
+def test_the_report_says_what_has_to_be_known(benchmarking, tmp_path, capsys):
+    out = tmp_path / "made" / "up.md"
+    benchmarking.report(out, "Title", "About.", [benchmarking.table(["a", "b"], [["1", "2"]])])
+    text = out.read_text()
+    assert capsys.readouterr().out == text
+    assert "| a | b |\n| --- | ---: |\n| 1 | 2 |" in text
+    for word in ("torch 2.", "commit ", "thread(s)", "CPU: "):
+        assert word in text
+
+
+def run(name, *options, timeout=600):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / name), *map(str, options)], capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_loop_benchmark_runs(tmp_path):
+    said = run(
+        "benchmark_loop.py", "--blocks", 2, "--seconds", 0.05, "--only", "64, batch 64", "--out", tmp_path / "x.md"
+    )
+    assert [line.split(" | ")[1] for line in said.splitlines() if line.startswith("| perc")] == ["fp32", "bf16", "fp16"]
