@@ -11,7 +11,7 @@ backward of the first `.half()` hands the weight gradient, rounded to FP16, to t
 Mixed Precision Training (ICLR 2018, section 3.1). What is saved for backward is the 16-bit tensor, not its image, so
 memory is that of real 16-bit storage. This costs about what FP32 costs.
 
-Where it hooks in is told in dispatch.py, what is kept for backward in saved.py, TF32 in tf32.py.
+Where it hooks in is told in dispatch.py, what is kept for backward in saved.py, TF32 in tf32.py, FP8 in fp8.py.
 
 What is not element-for-element a GPU: recurrent layers (nn.LSTM, GRU, RNN, and their cells) and scaled dot product
 attention are single kernels here as there, and are rounded once around the whole call: inputs and weights are
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard
 
-from mptrain.precision import accumulate, dispatch, policy, tf32
+from mptrain.precision import accumulate, dispatch, fp8, policy, tf32
 from mptrain.precision.counting import Counter
 from mptrain.precision.dispatch import LOWER, Handler, Rounding, each, each_value, upcast
 from mptrain.precision.saved import Sources
@@ -43,6 +43,7 @@ class Arithmetic(AbstractContextManager):
     chunk: FP16 accumulation, the running sum rounded after every `chunk` products; 0 accumulates in FP32.
     keep_fp32: operations by base name ("softmax", "conv2d", "lstm") that stay in FP32.
     counter: counts what rounding to 16 bits does to every product; None counts nothing and costs nothing.
+    fp8: "native" or "emulated" computes `linear` in FP8 where its sizes allow it, and counts that rounding instead.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Arithmetic(AbstractContextManager):
         chunk: int = 0,
         keep_fp32: frozenset[str] = frozenset(),
         counter: Counter | None = None,
+        fp8: str | None = None,
     ):
         self.device_type = device_type
         self.compute = compute
         self.emulated = emulated
         self.chunk = chunk
         self.counter = counter
+        self.fp8 = fp8
         self.dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(compute)
         self.off = DispatchKeySet(dispatch.KEY[device_type])
         self.handlers = self._handlers(keep_fp32)
@@ -88,6 +91,8 @@ class Arithmetic(AbstractContextManager):
             handlers |= dict.fromkeys(policy.FP32_APPEND_DTYPE, self._fp32_appended)
             handlers |= dict.fromkeys(policy.PROMOTE, self._promoted)
             handlers |= dict.fromkeys(policy.BANNED, _banned)
+        if self.fp8 is not None:
+            handlers["linear"] = self._linear
         known = policy.LOWER_PRECISION | policy.RECURRENT | policy.CONV_PADDING | policy.PROMOTE | set(handlers)
         return handlers | {name: self._fp32 for name in known if policy.base_name(name) in keep_fp32}
 
@@ -144,7 +149,7 @@ class Arithmetic(AbstractContextManager):
 
     def _rounded_once(self, operation, below, args, kwargs):
         sources = Sources(torch.Tensor.float)
-        site = self.counter.site() if self.counter is not None else None
+        site = self.counter.site() if self.counter is not None and self.fp8 is None else None
 
         def image(t: Tensor) -> Tensor:
             if not self._eligible(t):
@@ -161,6 +166,14 @@ class Arithmetic(AbstractContextManager):
             result = accumulate.run(operation, args, kwargs, self.chunk) if self.chunk else operation(*args, **kwargs)
             sources.clear()
             return each(self._store if site is None else site.store(self.dtype), result)
+
+    def _linear(self, operation, below, args, kwargs):
+        x, weight, bias = fp8.operands(*args, **kwargs)
+        if dispatch.state.sixteen or not (self._eligible(x) and fp8.fits(x, weight)):
+            products = self._rounded_once if self.emulated else self._cast
+            return products(operation, below, args, kwargs)
+        site = self.counter.site() if self.counter is not None else None
+        return fp8.linear(x, weight, bias, self.fp8 == "native", self.off, site)
 
     def _tf32(self, operation, below, args, kwargs):
         return tf32.run(operation, args, kwargs, self.off, self.device_type)

@@ -1,6 +1,7 @@
 """What rounding does to every product, counted exactly, per layer and direction.
 
-The emulation holds each result before and after it is rounded to 16 bits, so nothing has to be guessed from zeros:
+Under FP8 it is the operands of products that are rounded hard, and they are what is counted: inputs, weights, and the
+gradients of outputs. Otherwise the emulation holds each result before and after it is rounded to 16 bits, so nothing has to be guessed from zeros:
 a value that was nonzero and became zero was flushed, whatever ReLU and padding zeroed before it was not.
 """
 
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 
 from mptrain.precision.formats import OF_DTYPE
 
-DIRECTIONS = ("forward", "grad_input", "grad_weight")
+DIRECTIONS = ("input", "weight", "forward", "grad_output", "grad_input", "grad_weight")
+OPERANDS = {"input": "float8_e4m3fn", "weight": "float8_e4m3fn", "grad_output": "float8_e5m2"}
+"""the directions that are rounded to FP8, and to which"""
 KINDS = ("values", "zero", "flushed", "subnormal", "overflowed", "nonfinite")
 """of a tensor's values: all; exactly zero before rounding; nonzero before and zero after; nonzero after and below
 the smallest normal; finite before and infinite after; infinite or NaN before"""
@@ -20,15 +23,15 @@ the smallest normal; finite before and infinite after; infinite or NaN before"""
 
 def count(before: Tensor, after: Tensor) -> Tensor:
     """The numbers of KINDS as an int64 tensor, left on the device."""
-    size = torch.abs(after)
+    size = after.float().abs()
     finite = before.isfinite()
     zero = before == 0
     return torch.stack([
         torch.tensor(before.numel(), device=before.device),
         zero.sum(),
-        (~zero & (after == 0)).sum(),
+        (~zero & (size == 0)).sum(),
         ((size > 0) & (size < OF_DTYPE[after.dtype].smallest_normal)).sum(),
-        (finite & ~after.isfinite()).sum(),
+        (finite & ~size.isfinite()).sum(),
         (~finite).sum(),
     ])  # fmt: skip
 
@@ -105,6 +108,11 @@ class Site:
             return low
 
         return rounded
+
+    def cast(self, direction: str, before: Tensor, after: Tensor) -> None:
+        """Counts an operand's cast to FP8, `before` being in the same unit as `after`."""
+        if direction == "grad_output" or torch._C._current_graph_task_id() == -1:
+            self.counter.add(self.layer, direction, before, after)
 
 
 class _Image(torch.autograd.Function):

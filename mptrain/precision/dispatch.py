@@ -41,9 +41,11 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.regions: list[_Region] = []
         self.latest: Arithmetic | None = None
-        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}
+        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Any]] = {}
         self.casts_of = -1
         self.rounding: str | None = None
+        self.sixteen = False
+        """whether the running layer's products stay in 16 bits under FP8"""
 
 
 state = _State()
@@ -134,8 +136,8 @@ def _nesting() -> int:
     return torch.autocast_decrement_nesting()
 
 
-def casts() -> dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]]:
-    """The 16-bit copies of parameters made in this region or, while a checkpoint is recomputed, in this backward pass:
+def casts() -> dict[tuple[int, torch.dtype], tuple[Tensor, int, Any]]:
+    """The 16-bit and FP8 copies of parameters made in this region or, while a checkpoint is recomputed, in this backward pass:
     (parameter, dtype) -> (the parameter, its version then, the copy)."""
     task = -1 if state.regions else torch._C._current_graph_task_id()
     if task != state.casts_of:

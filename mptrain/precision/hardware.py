@@ -24,6 +24,8 @@ def is_native(precision: Precision, device_type: str) -> bool:
         return False
     if precision.compute == "float32":
         return True
+    if precision.compute == "float8":
+        return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
     if precision.compute == "tf32" and precision.keep_fp32:
         return False  # a GPU's switches are for all operations at once
     if device_type == "cpu":

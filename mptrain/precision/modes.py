@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mptrain.precision.storage import Weights
 
 CHOICES = {
-    "compute": ("float32", "tf32", "bfloat16", "float16"),
+    "compute": ("float32", "tf32", "bfloat16", "float16", "float8"),
     "storage": ("float32", "bfloat16", "float16"),
     "accumulate": ("float32", "float16"),
     "update": ("float32", "storage"),
@@ -33,7 +33,7 @@ CHOICES = {
 class Precision:
     """How the numbers of a training run are kept (Mixed Precision Training, section 3).
 
-    compute: format of operands and results of dot products.
+    compute: format of operands and results of dot products; "float8" is that of linear layers, all else is BF16.
     storage: format of the network's own parameters.
     master: an FP32 copy of the parameters is what the optimizer updates (section 3.1).
     update: arithmetic and state of the optimizer: FP32, or the storage format.
@@ -103,17 +103,19 @@ class Precision:
 
         if counter is not None and (self.backend(device_type) == "native" or self.compute == "tf32"):
             raise UserError(
-                f"count=true counts what rounding to 16 bits does where it is emulated; precision={self.name} "
+                f"count=true counts what rounding to 16 or 8 bits does where it is emulated; precision={self.name} "
                 f"{'rounds no result' if self.compute in ('float32', 'tf32') else 'runs natively here'}; "
                 "use precision=fp16 on a CPU, or precision.kernels=emulated with a 16-bit precision"
             )
+        sixteen = self if self.compute != "float8" else self.with_changes(compute="bfloat16")
         return Arithmetic(
             device_type,
-            self.compute,
-            emulated=self.compute != "float32" and self.backend(device_type) == "emulated",
+            sixteen.compute,
+            emulated=self.compute != "float32" and sixteen.backend(device_type) == "emulated",
             chunk=self.chunk if self.accumulate == "float16" else 0,
             keep_fp32=frozenset(self.keep_fp32) & policy.FUNCTIONS,
             counter=counter,
+            fp8=self.backend(device_type) if self.compute == "float8" else None,
         )
 
     def prepare(self, models: nn.Module | dict[str, nn.Module]) -> Weights:

@@ -16,7 +16,7 @@ CLASSES = {
         "mkldnn_rnn_layer", "_cudnn_rnn", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell",
         "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention", "_addmm_activation",
-        "mkldnn_linear", "_linear_pointwise",
+        "mkldnn_linear", "_linear_pointwise", "_scaled_mm",
     },
     "softmax": {"_softmax", "_log_softmax", "softmax", "log_softmax", "logsumexp"},
     "norm": {

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from mptrain.errors import UserError
-from mptrain.precision import policy
+from mptrain.precision import fp8_layers, policy
 from mptrain.precision.formats import DTYPES
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ def prepare(precision: Precision, models: dict[str, nn.Module]) -> Weights:
     """Brings the networks to the precision's storage format; see `Precision.prepare`."""
     _refuse_low_parameters(models)
     _keep_modules_fp32(models, precision.keep_fp32)
+    if precision.compute == "float8":
+        fp8_layers.keep_out(models, precision.keep_fp32)
     if precision.storage == "float32":
         return Weights(models)
     full = {p: p.detach().clone() for parameters in Weights(models).trained.values() for p in parameters}
