@@ -138,6 +138,7 @@ def _modes_table(device: Any, problems: list[str]) -> Any:
         baseline = baseline or times
         cells = [cell for t, base in zip(times, baseline, strict=True) for cell in (f"{t:.2f}", f"{t / base:.2f}x")]
         note = "running sum in FP16" if precision.accumulate == "float16" else ""
+        note = "linear layers; the rest as bf16" if precision.compute == "float8" else note
         note = note or (f"parameters in {precision.storage}" if precision.storage != "float32" else "")
         table.add_row(name, backend, precision.compute, *cells, note)
     return table
@@ -164,7 +165,7 @@ def _operations(device: Any, precision: Any) -> list[Callable[[], Any]]:
 
         return run
 
-    return [under(lambda: a @ b), under(lambda: F.conv2d(x, w, padding=1))]
+    return [under(lambda: F.linear(a, b)), under(lambda: F.conv2d(x, w, padding=1))]
 
 
 def _milliseconds(operation: Callable[[], Any], seconds: float = 0.3) -> float:

@@ -221,6 +221,11 @@ def estimate(argv: Sequence[str]) -> int:
             f"precision={config.numbers.name} sums in FP16, for which GPUs have no kernels of ours; "
             "precision=fp16 has the same memory"
         )
+    if config.numbers.compute == "float8":
+        raise UserError(
+            f"precision={config.numbers.name} is not estimated: no roofline here knows which layers FP8 takes; "
+            "precision=bf16 bounds it from above"
+        )
     one = any(text.lstrip("+").startswith("precision=") for text in settings)
     traced: dict[Any, tuple[Precision, Step]] = {}
     steps = {}
@@ -247,6 +252,7 @@ def _asked(config: Config, one: bool) -> list[Precision]:
         return [config.numbers]
     loaded = [Precision.load(name) for name in files.names("precision")]
     native = [p for p in loaded if p.storage == p.accumulate == "float32" and p.kernels == "auto"]
+    native = [p for p in native if p.compute != "float8"]
     return sorted(native, key=lambda p: (p.name != "fp32", p.name))
 
 

@@ -20,6 +20,7 @@ def summary(run: Run, metrics: dict[str, float], throughput: dict[str, Any] | No
     """Everything that stands in summary.json, status and reason apart."""
     task, config = run.task, run.config
     environment = measure.environment(run.device)
+    fp8 = run.precision.fp8_layers(run.models)
     if run.ranks.size > 1:
         environment["device_name"] = f"{run.ranks.size} x {environment['device_name']}"
     now = datetime.now(UTC)
@@ -28,6 +29,7 @@ def summary(run: Run, metrics: dict[str, float], throughput: dict[str, Any] | No
         "device": run.device.type,
         "backend": run.precision.backend(run.device.type),
         "dtypes": run.instruments.dtypes,
+        **({} if fp8 is None else {"fp8": fp8}),
         "metric": {
             "name": task.metric,
             "value": metrics.get(task.metric),

@@ -40,7 +40,7 @@ ORDERED = ("metric", "training loss")
 
 QUANTITY = (
     r"metric|training loss|throughput|memory|memory\.weights|skipped|final scale|seconds|metrics\.\w+|"
-    r"counts\.(forward|grad_input|grad_weight)\.(zero|flushed|subnormal|overflowed)|"
+    r"counts\.(input|weight|forward|grad_output|grad_input|grad_weight)\.(zero|flushed|subnormal|overflowed)|"
     r"watch\.(input|output|grad_output|weight|grad_weight)\.(zero|tiny)|watch\.updates\.small|alarms\.[A-Za-z0-9 ]+"
 )
 """What a claim can be about; mptrain/results/quantities.py says what each is."""

@@ -68,6 +68,7 @@ def _formats(run: Run) -> dict[str, dict[str, str]]:
         numbers = Precision.load(name)
         if numbers.storage != "float32":
             continue
+        numbers.prepare(run.models)
         region = numbers.arithmetic(run.device.type, None)
         with same_random_state(run.device), torch.no_grad(), RanDtypes() as ran, region:
             next(run.task.losses(run.to_device(window[0])))

@@ -20,7 +20,7 @@ from mptrain.data.dataset import Batch, DataSpec, batches
 from mptrain.data.loader import Loader, explained, mover
 from mptrain.errors import UserError
 from mptrain.observe import Observer, rounds_updates
-from mptrain.precision import hardware, ran, scaling
+from mptrain.precision import fp8_layers, hardware, ran, scaling
 from mptrain.precision.buffers import MovingBuffers
 from mptrain.precision.counting import Counter
 from mptrain.process import Stopped
@@ -183,6 +183,8 @@ class Run:
     def to_the_end(self) -> dict[str, Any]:
         state.resume(self)
         shown = self.config if self.ranks.leads else self.config.silent()
+        if self.ranks.leads and (fp8 := self.precision.fp8_layers(self.models)) is not None:
+            print("\n".join(fp8_layers.sentences(**fp8)))
         with Progress(shown, self.record, self.attempted) as self.progress, self.counting():
             with process.stop_requests() as self.ranks.signals, self.observer.watch if self.observer else nullcontext():
                 self.loop()

@@ -380,6 +380,36 @@ def test_backward_inside_the_region_is_the_same():
     assert torch.equal(*gradients)
 
 
+@pytest.mark.parametrize("shape", [(8, 32), (2, 4, 32), (32,)])
+def test_results_can_be_changed_in_place(shape):
+    torch.manual_seed(0)
+    x, w, b = torch.randn(shape, requires_grad=True), nn.Parameter(torch.randn(16, 32)), nn.Parameter(torch.randn(16))
+    found = []
+    for relu in (F.relu, F.relu_):
+        x.grad = w.grad = b.grad = None
+        with arithmetic():
+            y = relu(F.linear(x.clone(), w, b))
+        y.float().square().sum().backward()
+        found.append([y.detach(), x.grad, w.grad, b.grad])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_inputs_can_be_changed_in_place():
+    torch.manual_seed(0)
+    w = nn.Parameter(torch.randn(16, 32))
+    gradients = []
+    for change in (False, True):
+        w.grad, x = None, torch.ones(8, 32)
+        with arithmetic():
+            y = F.linear(x, w)
+        if change:
+            x.zero_()  # what backward needs of it is kept apart
+        y.sum().backward()
+        gradients.append(w.grad)
+    assert torch.equal(*gradients)
+
+
 def test_differentiating_twice_is_refused():
     x, w = torch.randn(8, 32, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     with arithmetic():

@@ -93,15 +93,19 @@ def test_switches_set_before_through_either_interface():
 
 def test_what_is_native():
     assert hardware.is_native(Precision.load("fp32"), "cpu")
-    for name in ("fp16", "fp16_master", "fp16_nomaster", "fp16_acc16", "tf32", "pseudo_fp16"):
+    for name in ("fp16", "fp16_master", "fp16_nomaster", "fp16_acc16", "tf32", "pseudo_fp16", "fp8"):
         assert not hardware.is_native(Precision.load(name), "cpu")
     assert hardware.is_native(Precision.load("bf16"), "cpu") is hardware.cpu_has_bfloat16()
 
 
 def test_what_is_native_on_gpus(monkeypatch):
-    for capability, native in (((7, 0), {"fp16"}), ((5, 2), set()), ((8, 0), {"fp16", "bf16", "tf32", "bf16_pure"})):
+    ampere = {"fp16", "bf16", "tf32", "bf16_pure"}
+    for capability, native in (
+        ((7, 0), {"fp16"}), ((5, 2), set()), ((8, 0), ampere), ((8, 6), ampere), ((8, 9), {*ampere, "fp8"}),
+        ((9, 0), {*ampere, "fp8"}),
+    ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        for name in ("fp16", "bf16", "tf32", "bf16_pure"):
+        for name in ("fp16", "bf16", "tf32", "bf16_pure", "fp8"):
             assert hardware.is_native(Precision.load(name), "cuda") is (name in native)
         assert not hardware.is_native(Precision.load("fp16_acc16"), "cuda")
         assert hardware.is_native(Precision.load("fp32"), "cuda")

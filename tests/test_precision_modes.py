@@ -20,6 +20,7 @@ EXPECTED = {
     "fp16_acc16": ("float16", "float32", True, "float32", "float16", "auto", "dynamic"),
     "fp16_master": ("float16", "float16", True, "float32", "float32", "auto", "dynamic"),
     "fp16_nomaster": ("float16", "float16", False, "float32", "float32", "auto", "dynamic"),
+    "fp8": ("float8", "float32", True, "float32", "float32", "auto", "none"),
     "bf16_pure": ("bfloat16", "bfloat16", False, "storage", "float32", "auto", "none"),
 }
 
@@ -51,7 +52,8 @@ def test_unknown_names():
 
 
 WRONG = [
-    ({"compute": "float8"}, "precision.compute=float8: choose float32 | tf32 | bfloat16 | float16"),
+    ({"compute": "int8"}, "precision.compute=int8: choose float32 | tf32 | bfloat16 | float16 | float8"),
+    ({"compute": "float8", "storage": "bfloat16"}, "precision.storage=bfloat16 contradicts precision.compute=float8"),
     ({"storage": "tf32"}, "precision.storage=tf32: choose"),
     ({"chunk": 0}, "precision.chunk=0"),
     ({"chunk": True}, "precision.chunk=True"),

@@ -11,6 +11,7 @@ from mptrain.precision.ran import RanDtypes, name
 PRECISIONS = {
     "fp32": "float32", "tf32": "tf32", "bf16": "bfloat16", "fp16": "float16", "pseudo_fp16": "float16",
     "fp16_acc16": "float16", "fp16_master": "float16", "fp16_nomaster": "float16", "bf16_pure": "bfloat16",
+    "fp8": "bfloat16",  # linear layers that FP8 kernels take are in test_precision_fp8_layers.py
 }  # fmt: skip
 
 

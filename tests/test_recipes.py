@@ -14,6 +14,8 @@ from mptrain.train import train
 
 SMALL = [name for name in files.names("recipe") if not name.endswith("_paper")]
 PRECISIONS = files.names("precision")
+WITH_FP8 = {"alexnet", "clip", "clip_hard", "faster_rcnn", "gan", "googlenet", "speech", "translate", "vgg_d"}
+"""recipes whose networks have linear layers between the first and the last, of sizes that FP8 kernels take"""
 
 
 def config(recipe: str, precision: str, folder, **changes) -> Config:
@@ -33,6 +35,7 @@ def test_there_are_recipes_and_precisions():
         "fp16_acc16",
         "pseudo_fp16",
         "bf16_pure",
+        "fp8",
     } <= set(PRECISIONS)
 
 
@@ -45,7 +48,13 @@ def test_three_steps(recipe, precision, tmp_path):
     assert summary["status"] == "finished"
     numbers = Precision.load(precision)
     assert summary["backend"] == numbers.backend("cpu")
-    assert summary["dtypes"]["matmul"] == numbers.compute
+    if numbers.compute == "float8":
+        ran = set(summary["dtypes"]["matmul"].split(" and "))
+        rest = {"bfloat16"} if summary["fp8"]["out"] else set()
+        assert ran == rest | ({"float8_e4m3fn"} if summary["fp8"]["layers"] else set())
+        assert bool(summary["fp8"]["layers"]) == (recipe in WITH_FP8)
+    else:
+        assert summary["dtypes"]["matmul"] == numbers.compute
     assert summary["dtypes"]["loss"] == "float32"
     assert summary["dtypes"]["softmax"] in ("float32", "none ran")
     assert summary["data"]["kind"] == "synthetic"

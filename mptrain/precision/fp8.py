@@ -135,7 +135,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*kept, *(w if ctx.needs_input_grad[0] else (None, None)))
         product = _native if native else _emulated
         y = product(x8, w, None if bias is None else bias.to(torch.bfloat16))
-        return y.reshape(*x.shape[:-1], weight.shape[0])
+        # A view made in here could not be changed in place by whoever gets it, a ReLU for instance.
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable

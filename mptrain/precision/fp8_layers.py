@@ -54,13 +54,13 @@ def keep_out(models: Mapping[str, nn.Module], keep_fp32: Iterable[str]) -> None:
                 layer.forward = types.MethodType(_sixteen_bit_forward, layer)  # type: ignore[method-assign]
 
 
-def sentences(inside: list[str], outside: dict[str, list[str]]) -> list[str]:
+def sentences(layers: list[str], out: Mapping[str, list[str]]) -> list[str]:
     """The plan in lines, for the start of a run."""
-    if not inside:
+    if not layers:
         head = "fp8: no layer of this network multiplies in FP8, so everything runs as under precision=bf16"
     else:
-        head = f"fp8: E4M3 forward and E5M2 gradients in {_some(inside)}; in BF16:"
-    return [head, *(f"  {reason}: {_some(paths)}" for reason, paths in outside.items())]
+        head = f"fp8: E4M3 forward and E5M2 gradients in {_some(layers)}; in BF16:"
+    return [head, *(f"  {reason}: {_some(paths)}" for reason, paths in out.items())]
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

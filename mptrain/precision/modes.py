@@ -118,6 +118,15 @@ class Precision:
             fp8=self.backend(device_type) if self.compute == "float8" else None,
         )
 
+    def fp8_layers(self, models: Mapping[str, nn.Module]) -> dict[str, Any] | None:
+        """{"layers": paths that multiply in FP8, "out": {why not: paths}}; None for precisions without FP8."""
+        if self.compute != "float8":
+            return None
+        from mptrain.precision import fp8_layers
+
+        inside, outside = fp8_layers.plan(models, self.keep_fp32)
+        return {"layers": inside, "out": outside}
+
     def prepare(self, models: nn.Module | dict[str, nn.Module]) -> Weights:
         """Brings the networks' parameters to their storage format; returns what the optimizers are to update.
 

@@ -66,6 +66,8 @@ def group_notes(group: Group) -> list[str]:
             )
         if row.precision.startswith(("fp16", "bf16")) and row.matmul == "float32":
             lines.append(f"{_name(row)}: its matrix products ran in float32")
+        if row.precision.startswith("fp8") and "float8" not in row.matmul:
+            lines.append(f"{_name(row)}: none of its layers multiplies in FP8; its products ran in {row.matmul}")
     return lines
 
 

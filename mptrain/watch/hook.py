@@ -28,7 +28,7 @@ from torch.nn.modules import module as every_module
 from torch.optim import Optimizer
 
 from mptrain.errors import UserError
-from mptrain.precision.counting import DIRECTIONS, KINDS, Counter
+from mptrain.precision.counting import DIRECTIONS, KINDS, OPERANDS, Counter
 from mptrain.watch.alarms import Alarm, Alarms
 from mptrain.watch.modules import named, tensors
 from mptrain.watch.statistics import Row, Statistics, every, flat, measure, read
@@ -175,7 +175,7 @@ class Collection:
     def _count(self) -> None:
         """Lets the emulation count for one step, unless it counts anyhow."""
         arithmetic = self.watch.arithmetic
-        if arithmetic is None or not arithmetic.emulated or arithmetic.dtype is None:
+        if arithmetic is None or arithmetic.dtype is None or not (arithmetic.emulated or arithmetic.fp8):
             return
         if arithmetic.counter is None:
             arithmetic.counter = Counter()
@@ -317,7 +317,7 @@ class Collection:
                     "order": self.order[layer],
                     "kind": {"forward": "output"}.get(direction, direction),
                     "name": "products",
-                    "dtype": self.watch.arithmetic.compute,
+                    "dtype": OPERANDS.get(direction, self.watch.arithmetic.compute),
                     "calls": 1,
                     "scale": scale,
                     "count": counts["values"],

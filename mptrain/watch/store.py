@@ -6,6 +6,7 @@ A folder of parts, each named by the last step in it, which pandas, pyarrow and 
     layer       path of the module ("" for the loss); `order`: when it ran first within the step
     kind        input | output | grad_output | weight | grad_weight | moment | buffer | loss; of products grad_input
     name        of the parameter, moment or buffer; "products" where the row counts what rounding did to the products
+                (under FP8 to their operands)
     dtype       as the tensor is kept; `calls`: how many tensors were taken together
     scale       the loss scale that gradients carried
     count, sampled, norm, min, max, mean, abs_mean, std, zero, nan, inf, subnormal, below, above
