@@ -80,8 +80,8 @@ def test_casts_are_exact(name, source):
 
 
 GOLDEN = [  # largest value, exponent of the unit for E4M3, for E5M2
-    (448.0, 0, -7), (57344.0, 7, 0), (448.0 * (1 + 2**-23), 1, -6), (1.0, -8, -15), (1.75, -8, -15), (1.7500001, -7, -14),
-    (2.0, -7, -14), (65504.0, 8, 1), (3.4e38, 120, 113), (2.0**-118, -126, -126), (2.0**-117, -125, -126),
+    (448.0, 0, -7), (57344.0, 7, 0), (448.0 * (1 + 2**-23), 1, -6), (1.0, -8, -15), (1.75, -8, -15),
+    (1.7500001, -7, -14), (2.0, -7, -14), (65504.0, 8, 1), (3.4e38, 120, 113), (2.0**-118, -126, -126), (2.0**-117, -125, -126),
     (1e-45, -126, -126),
 ]  # fmt: skip
 
@@ -453,4 +453,5 @@ def test_kinds_by_hand(name):
 
 
 def test_scaled_is_a_tensor_again():
-    assert torch.equal(Scaled(torch.tensor([1.5]).to(torch.float8_e4m3fn), torch.tensor(4.0)).image(), torch.tensor([6.0]))
+    values = torch.tensor([1.5, -448.0]).to(torch.float8_e4m3fn)
+    assert Scaled(values, torch.tensor(4.0)).image().tolist() == [6.0, -1792.0]

@@ -26,7 +26,7 @@ LAYERS = (nn.Linear, nn.MultiheadAttention, nn.Bilinear, *CONVOLUTION, *RECURREN
 
 
 def plan(models: Mapping[str, nn.Module], keep_fp32: Iterable[str] = ()) -> tuple[list[str], dict[str, list[str]]]:
-    """(paths of the layers in FP8, {why not: paths of the others}); embeddings, which multiply nothing, are left out."""
+    """(paths of the layers in FP8, {why not: paths of the others}), without embeddings, which multiply nothing."""
     inside: list[str] = []
     outside: dict[str, list[str]] = {}
     patterns = tuple(keep_fp32)
