@@ -1,8 +1,8 @@
 """What rounding does to every product, counted exactly, per layer and direction.
 
-Under FP8 it is the operands of products that are rounded hard, and they are what is counted: inputs, weights, and the
-gradients of outputs. Otherwise the emulation holds each result before and after it is rounded to 16 bits, so nothing has to be guessed from zeros:
-a value that was nonzero and became zero was flushed, whatever ReLU and padding zeroed before it was not.
+The emulation holds each result before and after it is rounded to 16 bits, so nothing has to be guessed from zeros: a
+value that was nonzero and became zero was flushed, whatever ReLU and padding zeroed before it was not. Under FP8 it is
+the operands of products that are rounded hard, and they are what is counted: inputs, weights, gradients of outputs.
 """
 
 from collections import defaultdict

@@ -137,8 +137,8 @@ def _nesting() -> int:
 
 
 def casts() -> dict[tuple[int, torch.dtype], tuple[Tensor, int, Any]]:
-    """The 16-bit and FP8 copies of parameters made in this region or, while a checkpoint is recomputed, in this backward pass:
-    (parameter, dtype) -> (the parameter, its version then, the copy)."""
+    """The 16-bit and FP8 copies of parameters made in this region or, while a checkpoint is recomputed, in this
+    backward pass: (parameter, dtype) -> (the parameter, its version then, the copy)."""
     task = -1 if state.regions else torch._C._current_graph_task_id()
     if task != state.casts_of:
         state.casts.clear()

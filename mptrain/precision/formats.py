@@ -2,8 +2,9 @@
 
 FP16, BF16, FP8: torch's casts round to nearest, ties to even, and keep subnormals; they are exact and fast. FP16, BF16
 and E5M2 overflow to infinity. E4M3 has none: its largest exponent holds numbers, one NaN for each sign apart, and what
-a cast makes of larger values differs between versions of torch, so nobody here casts any. TF32 has no dtype: it is FP32 with 10 mantissa bits, rounded here as NVIDIA's `cvt.rna.tf32.f32` does, to
-nearest with ties away from zero (one tie in about 2^13 random values tells it from ties to even).
+a cast makes of larger values differs between versions of torch, so nobody here casts any. TF32 has no dtype: it is FP32
+with 10 mantissa bits, rounded here as NVIDIA's `cvt.rna.tf32.f32` does, to nearest with ties away from zero (one tie in
+about 2^13 random values tells it from ties to even).
 """
 
 from dataclasses import dataclass

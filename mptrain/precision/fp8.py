@@ -167,7 +167,13 @@ def _emulated(a: Scaled, b: Scaled, bias: Tensor | None) -> Tensor:
 def _native(a: Scaled, b: Scaled, bias: Tensor | None) -> Tensor:
     """The same by torch's scaled matmul; both contiguous, k and n multiples of 16."""
     return torch._scaled_mm(
-        a.values, b.values.t(), scale_a=a.unit, scale_b=b.unit, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=False
+        a.values,
+        b.values.t(),
+        scale_a=a.unit,
+        scale_b=b.unit,
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=False,
     )
 
 
