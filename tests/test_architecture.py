@@ -16,7 +16,7 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "models": {"files"},
     "data": {"files"},
     "watch": {"precision.formats", "precision.counting"},
-    "results": {"files", "paper", "watch.histogram"},
+    "results": {"files", "paper", "watch.histogram", "precision.policy"},
     "files": set(),
     "options": set(),
     "paper": {"files"},

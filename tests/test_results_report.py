@@ -14,6 +14,7 @@ import torch
 from mptrain.cli import main
 from mptrain.results.report import histogram
 from mptrain.results.report.inside import ALL, Gradients, read_probe, seen
+from mptrain.results.report.operations import policy_block, ran_block
 from mptrain.results.report.page import SCRIPTS, formats_part, page, script
 from mptrain.results.summary import BadSummary
 from mptrain.watch.histogram import Histogram
@@ -112,6 +113,67 @@ def test_typed_numbers_round_as_torch_rounds_them(tmp_path):
             stored = values.to(TORCH[name]).view(torch.int16).tolist()
             for text, word in zip(texts, stored, strict=True):
                 assert text == "-0" or text.split()[1] == f"{word & 0xFFFF:016b}", (name, text)
+
+
+def trained(weights: list[float], scale: float, places: int, rate: float) -> dict:
+    """The step that the page walks through, by torch: autocast's casts, FP32 products, and a skip on overflow."""
+    master = torch.tensor(weights, requires_grad=True)
+    x = torch.tensor([0.5, -1.5]).expand(places, 2)
+    y = (x @ master.half().float()).half()
+    y.retain_grad()
+    loss = ((y.float() - 1) ** 2).mean()
+    (loss * scale).backward()
+    gradient = master.grad / scale
+    finite = bool(gradient.isfinite().all())
+    update = torch.tensor(rate) * gradient
+    after = master.detach() - update if finite else master.detach()
+    halves = (master.detach().half().float() - update).half() if finite else master.detach().half()
+    return {"output": y[0].item(), "loss": loss.item(), "atOutput": y.grad[0].item(), "finite": finite,
+            "unscaled": gradient.tolist(), "weights": after.tolist(), "halves": halves.tolist()}  # fmt: skip
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium to run the page's scripts")
+def test_the_step_that_is_walked_through_is_torchs(tmp_path):
+    pairs = [[1.3, -0.2], [0.1, 0.7], [-30.0, 41.5], [1e-5, -0.66667]]
+    cases = [
+        ([float(np.float32(w)) for w in pair], 2.0**scale, 2**places, rate)
+        for pair in pairs for scale in (0, 3, 10, 16, 24) for places in (0, 6, 10) for rate in (0.1, 1e-5)
+    ]  # fmt: skip
+    code = (
+        f"const cases = {json.dumps(cases)};"
+        "const odd = (x) => typeof x === 'number' && !Number.isFinite(x);"
+        "const text = (k, x) => (odd(x) ? String(x).replace('Infinity', 'inf') : x);"
+        "const out = cases.map(([weights, scale, n, rate]) => stepped({ weights, scale, clean: 0 }, n, rate));"
+        "document.getElementById('out').textContent = JSON.stringify(out, text);"
+    )
+    scripts = "\n".join(script(name) for name in ("formats.js", "step.js"))
+    dom, _ = opened(tmp_path, f"<pre id=out></pre><script>{scripts}\n{code}</script>")
+    got = json.loads(dom.partition('<pre id="out">')[2].partition("</pre>")[0])
+    skipped = 0
+    for case, step in zip(cases, got, strict=True):
+        want = trained(*case)
+        for name, value in want.items():
+            mine = step[name]
+            if name == "loss":  # torch's mean over equal terms may round its sum
+                assert float(mine) == pytest.approx(value, rel=1e-6), case
+            elif isinstance(value, list):
+                assert [float(v) for v in mine] == pytest.approx(value, rel=0, abs=0, nan_ok=True), (case, name)
+            else:
+                assert float(mine) == value, (case, name)
+        skipped += not want["finite"]
+        assert step["next"]["scale"] == (case[1] if want["finite"] else max(1, case[1] / 2))
+    assert 10 < skipped < len(cases) - 10
+
+
+def test_what_ran_is_listed_by_precision_with_its_recipes():
+    dtypes = {"matmul": "float16", "softmax": "float32", "norm": "none ran", "loss": "float32"}
+    runs = [
+        SimpleNamespace(precision_label="fp16", backend="emulated", dtypes=dtypes, recipe=recipe)
+        for recipe in ("b", "a", "a")
+    ]
+    [cells] = ran_block(runs).cells
+    assert [cell.main for cell in cells] == ["fp16", "f16", "f32", "-", "f32", "3", "a, b"]
+    assert "softmax" in " ".join(cell.main for line in policy_block().cells for cell in line)
 
 
 SSD = Gradients("<b>ssd", "a census", {(ALL, "activation gradients"): Histogram({-30: 3, -20: 4, 2: 1}, zero=8)})

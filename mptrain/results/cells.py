@@ -100,10 +100,11 @@ def _steps(row: Row) -> Cell:
 def arithmetic(row: Row) -> Cell:
     """Backend, and the dtypes of matmul, softmax, norm and loss."""
     dtypes = (row.matmul, row.softmax, row.norm, row.loss)
-    return Cell(row.backend, "/".join(_short(names) for names in dtypes))
+    return Cell(row.backend, "/".join(short_dtypes(names) for names in dtypes))
 
 
-def _short(names: str) -> str:
+def short_dtypes(names: str) -> str:
+    """The dtypes that ran, in few letters: "float16 and float32" -> "f16+f32"."""
     return "+".join(SHORT_DTYPES.get(name, name) for name in names.split(" and "))
 
 

@@ -9,13 +9,15 @@ from pathlib import Path
 
 from mptrain import files
 from mptrain.results.claims import verdicts_of
+from mptrain.results.document import Block
 from mptrain.results.named import Records
 from mptrain.results.report.curves import curves, logs
 from mptrain.results.report.figure import Figure, beside
 from mptrain.results.report.heatmap import heatmap
 from mptrain.results.report.histogram import histogram_section
 from mptrain.results.report.inside import Seen, label, seen
-from mptrain.results.report.page import Part, formats_part
+from mptrain.results.report.operations import policy_block, ran_block
+from mptrain.results.report.page import Part, formats_part, step_part
 from mptrain.results.reproduced import claims_block, made, printed, printed_block
 from mptrain.results.row import Group
 from mptrain.results.runs import Run, some_runs
@@ -42,10 +44,11 @@ def contents(folders: list[Path], probed: list[Path]) -> Contents:
     recipes = [name for name in files.names("recipe") if name in present]
     claims, lines = verdicts_of(runs, excluded, recipes), printed(recipes, Records(runs, excluded))
 
-    parts = [Part("claims", "Claims", section(claims_block(claims, made(runs)), "claims"))] if claims else []
-    parts += [Part("paper", "Paper and here", section(printed_block(lines, made(runs)), "paper"))] if lines else []
+    parts = [_part("claims", claims_block(claims, made(runs)))] if claims else []
+    parts += [_part("paper", printed_block(lines, made(runs)))] if lines else []
     histogram, no_room = histogram_section(inside.gradients)
-    parts += [Part("histogram", "Gradients by exponent, under a loss scale", histogram), formats_part()]
+    parts += [Part("histogram", "Gradients by exponent, under a loss scale", histogram), step_part(), formats_part()]
+    parts += [_part("ran", ran_block(runs)), _part("policy", policy_block())] if runs else []
     drawn: list[Figure] = []
     numbers: Counter[str] = Counter()
     for block, group in zip(tables.blocks, table.groups, strict=True):
@@ -58,6 +61,10 @@ def contents(folders: list[Path], probed: list[Path]) -> Contents:
     lists = tables.lists | {"Not on this page": inside.unread + no_room}
     parts += [Part(slug(name), name, listed(name, lines, slug(name))) for name, lines in lists.items() if lines]
     return Contents(parts, drawn)
+
+
+def _part(anchor: str, block: Block) -> Part:
+    return Part(anchor, block.title, section(block, anchor))
 
 
 def heatmaps(anchor: str, group: Group, runs: list[Run], inside: Seen) -> list[Figure]:

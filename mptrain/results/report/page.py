@@ -11,14 +11,15 @@ from importlib.resources import files
 
 from mptrain.results.webpage import framed
 
-SCRIPTS = ("formats.js", "numbers.js", "histogram.js")
+SCRIPTS = ("formats.js", "numbers.js", "histogram.js", "step.js")
 FORMATS = ("FP32", "TF32", "BF16", "FP16", "FP8 E4M3", "FP8 E5M2")
 TITLE = "mptrain: report"
 
 NUMBERS = """
 <section id="formats"><h2>Number formats</h2>
-<p>A typed number (read as FP64) as each format keeps it: rounded to the nearest value, ties to the even one.
-Bits are sign, exponent and mantissa.</p>
+<p>A typed number (read as FP64) as each format keeps it: rounded to the nearest value, ties to the even one
+(converting to TF32, GPUs round such ties away from zero). Bits are sign,
+exponent and mantissa.</p>
 <p><label>Number <input id="number" value="6e-8" inputmode="text" autocomplete="off" spellcheck="false"
 aria-describedby="wrong"></label> <span id="wrong" role="status" class="bad"></span></p>
 <div class="scroll"><table id="layouts"><thead><tr><th scope="col">format</th><th scope="col">bits</th>
@@ -53,6 +54,11 @@ def formats_part() -> Part:
     return Part("formats", "Number formats", NUMBERS.format(rows=rows))
 
 
+def step_part() -> Part:
+    """One training step with its numbers."""
+    return Part("step", "One training step, walked through", script("step.html"))
+
+
 def script(name: str) -> str:
-    """The text of one of the page's scripts, or of its style."""
+    """The text of a file of this folder: a script, a section, the style."""
     return (files("mptrain.results.report") / name).read_text(encoding="utf-8")
