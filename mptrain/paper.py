@@ -2,7 +2,8 @@
 
 A claim is one sentence and one test over named runs. The tests are few, and each can come out either way:
 
-    equal       the metric of `run` lies within a margin of that of `against` (two one-sided tests)
+    equal       the metric of `run` lies within a margin of that of `against` (two one-sided tests); the margin is a
+                number, or `spread`: one standard deviation over the seeds of `against`
     not_worse   it is worse by less than the margin (one one-sided test); being better is no objection
     worse       it is worse by more than `by`, beyond the noise between seeds
     diverges    every seed of `run` ends as diverged, and no seed of `against` does
@@ -83,7 +84,7 @@ class Claim(_Model):
     run: Text
     against: Text = "fp32"
     of: Annotated[str, Field(pattern=f"^({QUANTITY})$")] = "metric"
-    within: Positive | None = None  # the margin; unset: the one that the task states
+    within: Positive | Literal["spread"] | None = None  # the margin; unset: the one that the task states
     by: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     above: Number | None = None
     below: Number | None = None
@@ -98,8 +99,12 @@ class Claim(_Model):
             raise ValueError(f"test {self.test} takes {', '.join(sorted(TAKES[self.test]))}, not {superfluous[0]}")
         if self.test in ("share", "ratio") and self.above is None and self.below is None:
             raise ValueError(f"test {self.test} needs above or below")
-        if self.test in ("equal", "not_worse", "worse") and self.of not in ORDERED:
+        if self.within == "spread" and (self.test != "equal" or self.recipes):
+            raise ValueError("within: spread is for test equal, of one recipe")
+        if self.test in ("not_worse", "worse") and self.of not in ORDERED:
             raise ValueError(f"test {self.test} is of {' or '.join(ORDERED)}; compare {self.of} with test ratio")
+        if self.test == "equal" and self.of != "metric" and self.within is None:
+            raise ValueError(f"test equal needs within: no task states a margin for {self.of}")
         return self
 
     @property

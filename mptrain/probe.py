@@ -1,34 +1,54 @@
-"""mptrain probe: a few FP32 steps, and what FP16 would have made of their gradients at every loss scale."""
+"""mptrain probe: a few FP32 steps, and what FP16 would have made of their gradients at every loss scale.
+
+Its folder holds probe.md (what is printed), probe.csv (a row per layer and kind of gradient: how many values, the share
+of zeros, then flushed_2^k and overflowed_2^k for the scales 2^0 to 2^24, shares of the nonzero values) and probe.json:
+
+    recommended    precision, scale and reason
+    terms          per output of the network: N, the terms that the loss averages over, as its largest gradient shows
+    updates_lost   share of the weights that are over 2048 times their update, which FP16 weights would lose
+    largest_output per layer
+    formats        per precision: the format of each class of operation; operations: of each operation by name
+    storage        per precision: bytes of weights, copies, gradients, optimizer state, and of a step at its peak
+    census         the rows of probe.csv, with the counts of 2^e <= |x| < 2^(e+1) under `exponents`
+"""
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from mptrain import compose, files
-from mptrain.config import Config
+from mptrain import compose, files, optim, probe_words
+from mptrain.data.dataset import Batch
 from mptrain.errors import UserError
 from mptrain.precision import hardware
 from mptrain.precision.modes import Precision
-from mptrain.precision.ran import RanDtypes
+from mptrain.precision.ran import RanDtypes, RanOperations
+from mptrain.probe_words import Probed
 from mptrain.process import same_random_state
+from mptrain.results.markdown import markdown
 from mptrain.results.record import Record, write_atomically
+from mptrain.results.terminal import print_document
 from mptrain.train import Run
-from mptrain.watch.census import SCALES, Advice, Census, recommend, rows
+from mptrain.watch.census import Census, recommend, rows
 
 STEPS = 3
 HELP = f"""mptrain probe +recipe=NAME [KEY=VALUE ...] [steps={STEPS}]
 
 Trains a few steps in FP32 and counts every activation and weight gradient by exponent: the share of exact zeros, and
 what FP16 would flush to zero or overflow at each loss scale from 1 to 2^24. Recommends a precision and a scale, and
-shows in which format each class of operation runs under every precision with FP32 parameters. Own networks:
-task.model=package.module:function. Writes probe.json and probe.csv to out=FOLDER, or a folder in results/probes."""
+takes a step under every precision to show in which format each operation runs and what is stored. Own networks:
+task.model=package.module:function. Writes probe.md, probe.json and probe.csv to out=FOLDER, or a folder in
+results/probes."""
 
 
 def probe(argv: Sequence[str]) -> int:
@@ -46,93 +66,148 @@ def probe(argv: Sequence[str]) -> int:
     device = hardware.resolve(config.device)
     with hardware.tf32(False):
         run = Run(config, Record(folder))
-        formats = _formats(run)
+        beginning = run.loader.state_dict()
+        batch = next(run.loader.windows())[0]
+        run.loader.load_state_dict(beginning)
+        names = sorted(files.names("precision"), key=lambda name: (name != "fp32", name))
+        tried = {name: tried_out(run, Precision.load(name), batch) for name in names}
         census = Census()
         with census.taking(run.models, run.optimizers.values()):
             for window in itertools.islice(run.loader.windows(), config.steps):
                 run.step(window)
-    advice = recommend(census)
-    print(_report(config, str(device), census, advice, formats))
-    _write(folder, config, str(device), census, advice, formats)
-    print(f"\nwritten: {folder / 'probe.json'}, probe.csv")
+    told = [text for text in argv if not text.startswith(("steps=", "out=", "progress="))]
+    found = Probed(config, tuple(told), device.type, census, recommend(census), tried)
+    document = probe_words.document(found)
+    print_document(document)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "probe.json", json.dumps(as_json(found), indent=1) + "\n")
+    write_atomically(folder / "probe.csv", as_csv(found))
+    write_atomically(folder / "probe.md", markdown(document))
+    print(f"written: {folder / 'probe.json'}, probe.csv, probe.md")
     return 0
 
 
-def _formats(run: Run) -> dict[str, dict[str, str]]:
-    """{precision: {class of operation: format}} of one forward pass under each precision with FP32 parameters."""
-    found = {}
-    window = next(run.loader.windows())
+def tried_out(run: Run, numbers: Precision, batch: Batch) -> dict[str, Any]:
+    """One step under a precision, on copies of the networks: {backend, sums, formats, operations, storage}.
+
+    FP16 sums are left out, since they take minutes and change no format: the products are those of FP32 sums.
+    """
+    summed = numbers.with_changes(accumulate="float32")
+    options = run.config.optimizer
+    region = nullcontext() if summed.compute == "float32" else summed.arithmetic(run.device.type)
+    backend = summed.backend(run.device.type)
+    classes, operations, memory = RanDtypes(), RanOperations(), _Peak(run.device)
     state = run.task.state_dict()
-    run.buffers.keep()
-    for name in files.names("precision"):
-        numbers = Precision.load(name)
-        if numbers.storage != "float32":
-            continue
-        numbers.prepare(run.models)
-        region = numbers.arithmetic(run.device.type, None)
-        with same_random_state(run.device), torch.no_grad(), RanDtypes() as ran, region:
-            next(run.task.losses(run.to_device(window[0])))
-        found[name] = ran.table()
-        run.task.load_state_dict(state)
-    run.buffers.restore()
-    return found
+    with _copies(run) as models, same_random_state(run.device):
+        weights = summed.prepare(models)
+        optimizers = {
+            name: optim.optimizer(options.name, weights.of(name), options.lr, **_usable(options, summed))
+            for name in models
+        }
+        own = _distinct(p for model in models.values() for p in model.parameters())
+        copies = _distinct(p for name in models for p in weights.of(name) if id(p) not in own)
+        memory.held = [*own.values(), *copies.values(), *(b for model in models.values() for b in model.buffers())]
+        with hardware.tf32(summed.compute == "tf32" and backend == "native"), memory:
+            phases = run.task.losses(run.to_device(batch))
+            while True:
+                with classes, operations, region:
+                    phase = next(phases, None)
+                if phase is None:
+                    break
+                name, loss = phase
+                loss.backward()
+                weights.gather(name)
+                optimizers[name].step()
+        states = [v for o in optimizers.values() for s in o.state.values() for v in s.values() if isinstance(v, Tensor)]
+        storage = {
+            "weights": _bytes(own),
+            "copies": _bytes(copies),
+            "gradients": _bytes(_distinct(p.grad for p in own.values() if p.grad is not None)),
+            "optimizer": _bytes(_distinct(states)),
+            "peak": memory.bytes(),
+        }
+    run.task.load_state_dict(state)
+    return {
+        "backend": backend,
+        "sums": numbers.accumulate,
+        "formats": classes.table(),
+        "operations": operations.table(),
+        "storage": storage,
+    }
 
 
-def _report(config: Config, device: str, census: Census, advice: Advice, formats: dict[str, dict[str, str]]) -> str:
-    lines = [f"{config.recipe}: {config.steps} FP32 steps, batch {config.batch_size}, seed {config.seed}, {device}", ""]
-    kinds = {kind: census.whole(kind) for kind in ("activation gradient", "weight gradient")}
-    lines.append(f"{'scale':>10}  " + "  ".join(f"{k + 's':>30}" for k in kinds))
-    lines.append(f"{'':>10}  " + "  ".join(f"{'flushed':>14} {'overflowed':>15}" for _ in kinds))
-    for scale in SCALES:
-        shares = "  ".join(f"{h.flushed(scale):>14.2%} {h.overflowed(scale):>15.3%}" for h in kinds.values())
-        lines.append(f"{scale:>10.0f}  {shares}")
-    lines.append("(shares of the nonzero values)")
-    for kind, h in kinds.items():
-        zero = h.zero / max(1, h.zero + h.nonzero)
-        lines.append(f"exact zeros among {kind}s: {zero:.1%}")
-    lines += ["", f"{'flushed, activation gradients of':<44} {'zeros':>7} {'at 1':>8} {'at 8':>8} {'at 1024':>8}"]
-    for layer, h in census.layers("activation gradient").items():
-        zero = h.zero / max(1, h.zero + h.nonzero)
-        at = " ".join(f"{h.flushed(s):>8.2%}" for s in (1.0, 8.0, 1024.0))
-        lines.append(f"{layer:<44} {zero:>7.1%} {at}")
-    lines.append("")
-    for name, largest in census.outputs.items():
-        if largest > 0:
-            n = 1 / largest
-            lines.append(
-                f"{name}: the largest gradient the loss gives to one number is 1/{n:,.0f}; with N = {n:,.3g} terms "
-                f"in its mean, a class probability below N x 2^-25 / scale = {n * 2.0**-25:.2g} / scale gets "
-                "no gradient"
-            )
-    if not census.outputs:
-        lines.append("the number of terms in the loss's mean is not visible: the network returns the loss itself")
-    lost, weights = census.lost
-    lines.append(f"updates below 1/2048 of their weight, lost in FP16 weights: {lost / max(1, weights):.1%}")
-    lines += ["", f"{'precision':<14} " + " ".join(f"{c:>20}" for c in next(iter(formats.values())))]
-    lines += [f"{name:<14} " + " ".join(f"{f:>20}" for f in table.values()) for name, table in formats.items()]
-    choice = f"precision={advice.precision}" + ("" if advice.precision == "bf16" else f" scale={advice.scale}")
-    lines += ["", f"recommended: {choice}: {advice.reason}", f"  mptrain +recipe={config.recipe} {choice}"]
-    return "\n".join(lines)
+def _usable(options: Any, numbers: Precision) -> dict[str, Any]:
+    """The optimizer's options; where its state is kept in FP16, with an epsilon that is not zero there."""
+    fp16_state = numbers.update == "storage" and numbers.storage == "float16"
+    return {**options.options, **({"eps": 1e-4} if fp16_state and options.name != "sgd" else {})}
 
 
-def _write(
-    folder: Path, config: Config, device: str, census: Census, advice: Advice, formats: dict[str, dict[str, str]]
-) -> None:
-    table = list(rows(census))
-    folder.mkdir(parents=True, exist_ok=True)
-    content = {
-        "recipe": config.recipe,
-        "steps": config.steps,
-        "seed": config.seed,
-        "device": device,
-        "recommended": advice._asdict(),
+@contextmanager
+def _copies(run: Run) -> Iterator[dict[str, torch.nn.Module]]:
+    """The task with copies of its networks in their place."""
+    kept = dict(run.task.models)
+    run.task.models |= copy.deepcopy(kept)
+    try:
+        yield run.task.models
+    finally:
+        run.task.models |= kept
+
+
+class _Peak:
+    """Bytes at the peak of what happens inside, beyond what the rest of the process holds."""
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.device = device
+        self.held: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.others = torch.cuda.memory_allocated(self.device) - _bytes(_distinct(self.held))
+        else:
+            from mptrain.memory import StepMemory
+
+            self.tracker = StepMemory(self.held)
+            self.tracker.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if not self.on_gpu:
+            self.tracker.__exit__(*exception)
+
+    def bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) - self.others if self.on_gpu else self.tracker.peak()
+
+
+def _distinct(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    return {id(t): t for t in tensors}
+
+
+def _bytes(tensors: dict[int, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def as_json(found: Probed) -> dict[str, Any]:
+    census = found.census
+    return {
+        "recipe": found.config.recipe,
+        "steps": found.config.steps,
+        "seed": found.config.seed,
+        "device": found.device,
+        "recommended": found.advice._asdict(),
         "terms": {name: 1 / largest for name, largest in census.outputs.items() if largest > 0},
         "updates_lost": census.lost[0] / max(1, census.lost[1]),
         "largest_output": dict(census.largest),
-        "formats": formats,
-        "census": table,
+        **{
+            part: {name: each[part] for name, each in found.tried.items()}
+            for part in ("formats", "operations", "storage")
+        },
+        "census": list(rows(census)),
     }
-    write_atomically(folder / "probe.json", json.dumps(content, indent=1) + "\n")
+
+
+def as_csv(found: Probed) -> str:
+    table = list(rows(found.census))
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     names = list(table[0]["flushed"])
@@ -142,4 +217,4 @@ def _write(
     for row in table:
         shares = [*row["flushed"].values(), *row["overflowed"].values()]
         writer.writerow([row["layer"], row["kind"], row["values"], row["zero"], *shares])
-    write_atomically(folder / "probe.csv", out.getvalue())
+    return out.getvalue()

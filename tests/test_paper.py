@@ -26,6 +26,8 @@ def test_every_recipe_s_block_is_sound(recipe):
         ({"test": "share", "of": "memory", "above": 1.0, "against": "bf16"}, "takes above, below, of, not against"),
         ({"test": "worse", "of": "memory"}, "test worse is of metric or training loss; compare memory with test ratio"),
         ({"test": "equal", "within": 0.0}, "greater than 0"),
+        ({"test": "equal", "of": "memory"}, "no task states a margin for memory"),
+        ({"test": "not_worse", "within": "spread"}, "within: spread is for test equal"),
         ({"test": "share", "of": "speed", "above": 1.0}, "should match pattern"),
         ({"test": "better"}, "should be 'equal'"),
     ],

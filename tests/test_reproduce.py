@@ -152,3 +152,13 @@ def test_every_run_of_every_recipe_is_a_valid_command_and_all_fit_the_budget():
     assert len({each.job.folder for each in small}) == len(small)
     seconds = [paper_of(each.recipe).runs[each.run].seconds for each in small]
     assert sum(known for known in seconds if known) / 2 < BUDGET
+
+
+def test_a_run_may_ask_for_fewer_seeds(tiny, monkeypatch):
+    known = paper_of("tiny")
+    fewer = known.model_copy(
+        update={"runs": {**known.runs, "fp16": known.runs["fp16"].model_copy(update={"seeds": 1})}}
+    )
+    monkeypatch.setattr("mptrain.plan.paper_of", lambda recipe: fewer)
+    assert [(each.run, each.seed) for each in plan(["tiny"], 3, [], quick=True)] == [
+        ("fp32", 0), ("fp32", 1), ("fp32", 2), ("fp16", 0)]  # fmt: skip

@@ -76,6 +76,26 @@ def test_equal(judge, fp16, expected):
 
 
 @pytest.mark.parametrize(
+    ("fp16", "fp32", "expected"),
+    [
+        ([0.8801, 0.8838, 0.8782], FP32, SHOWS),  # within +- 0.0031, the standard deviation of 0.880, 0.884 and 0.878
+        ([0.870, 0.8741, 0.868], FP32, NOT_AT_THIS_SIZE),
+        ([0.880], [0.880], UNDECIDED),  # one seed has no spread
+    ],
+)
+def test_equal_within_the_spread_of_seeds(judge, fp16, fp32, expected):
+    found = judge({"test": "equal", "run": "fp16", "within": "spread"}, fp32=fp32, fp16=fp16)
+    assert found.verdict == expected
+    if len(fp32) == 3:
+        assert (found.region_low, found.region_high) == (pytest.approx(-np.std(FP32, ddof=1)), -found.region_low)
+        shift, edge = np.subtract(fp16, fp32), np.std(fp32, ddof=1)
+        above = stats.ttest_1samp(shift, -edge, alternative="greater").pvalue
+        below = stats.ttest_1samp(shift, edge, alternative="less").pvalue
+        assert (found.verdict == SHOWS) == (max(above, below) < 0.05)
+    assert "within one standard deviation over the seeds of fp32" in found.test
+
+
+@pytest.mark.parametrize(
     ("fp16", "by", "expected"),
     [
         ([0.780, 0.784, 0.777], 0.0, SHOWS),

@@ -60,11 +60,13 @@ def test_batches_add_up():
     ("gradient", "precision", "scale"),
     [
         ([1e-2, 1.0], "fp16", "none"),
-        ([2.0**-27, 2.0**-20], "fp16", "4"),
+        ([2.0**-27, 2.0**-20], "fp16", "8192"),  # 2^2 to 2^24 are good
+        ([2.0**-27, 2.0**0], "fp16", "256"),  # 2^2 to 2^13
+        ([2.0**-43, 2.0**-20], "fp16", "262144"),  # from 2^18 on: the least of them, above what is customary
         ([2.0**-38, 2.0**8], "bf16", "none"),
     ],
 )
-def test_the_mildest_cure_is_recommended(gradient, precision, scale):
+def test_the_middle_of_the_good_scales_is_recommended(gradient, precision, scale):
     advice = recommend(census_of(torch.tensor(gradient)))
     assert (advice.precision, advice.scale) == (precision, scale), advice.reason
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mptrain.precision.dispatch import rounding
 
@@ -52,6 +53,43 @@ class RanDtypes(TorchDispatchMode):
     def table(self) -> dict[str, str]:
         """{"matmul": "float16", "softmax": "float32", "norm": ...}; "none ran" where no such operation did."""
         return {group: " and ".join(sorted(self.seen[group])) or "none ran" for group in CLASSES}
+
+
+class RanOperations(TorchDispatchMode):
+    """Records, while it is on, in which format each operation left its result, in the order of their first run.
+
+    Where an FP32 kernel stands for another format's arithmetic, that format is recorded. Of several results the first
+    counts: the statistics that batch normalisation returns beside it are FP32 everywhere. Views, casts, copies and
+    what fills or picks from a tensor are left out: they compute nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[str]] = defaultdict(set)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        operation = func._schema.name.partition("::")[2].strip("_")
+        if not func.is_view and operation not in COMPUTES_NOTHING and torch._C._current_graph_task_id() == -1:
+            left, taken = (
+                [t for t in tree_leaves(value) if isinstance(t, Tensor) and t.is_floating_point()]
+                for value in (result, (args, kwargs))
+            )
+            if left and taken:
+                self.seen[operation.removeprefix("native_")].add(rounding() or name(left[0].dtype))
+        return result
+
+    def table(self) -> dict[str, str]:
+        """{"convolution": "float16", "log_softmax": "float32", ...}; several formats are joined by "and"."""
+        return {operation: " and ".join(sorted(formats)) for operation, formats in self.seen.items()}
+
+
+COMPUTES_NOTHING = {
+    "to_copy", "copy", "clone", "detach", "contiguous", "lift_fresh", "fill", "zero", "new_zeros", "new_ones",
+    "new_full", "new_empty", "empty", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+    "bernoulli", "uniform", "normal", "cat", "stack", "index", "index_select", "gather", "slice_scatter", "where",
+    "masked_fill", "constant_pad_nd", "unsafe_view", "reshape_alias", "native_dropout", "flip", "roll",
+}  # fmt: skip
 
 
 def name(dtype: torch.dtype) -> str:

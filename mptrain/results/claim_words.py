@@ -69,10 +69,18 @@ def notes(claim: Claim, members: dict[str, Named]) -> list[str]:
     return found + ([f"{lost} folder{'s' if lost > 1 else ''} without a result"] if lost else [])
 
 
+def _by(claim: Claim) -> str:
+    if claim.within is None:
+        return "the task's margin"
+    if claim.within == "spread":
+        return f"one standard deviation over the seeds of {claim.against}"
+    return f"{claim.within:g}"
+
+
 def in_words(claim: Claim) -> str:
     """The test as a sentence."""
     of = "" if claim.of == "metric" else f" {claim.of}"
-    by = "the task's margin" if claim.within is None else f"{claim.within:g}"
+    by = _by(claim)
     bounds = [f"{word} {x:g}" for word, x in (("above", claim.above), ("below", claim.below)) if x is not None]
     return {
         "equal": f"{claim.run} equals {claim.against} in{of or ' the metric'} within {by} (TOST, paired by seed)",

@@ -8,6 +8,7 @@ to be smaller than the margin of the task does not show, even if it may not be z
 """
 
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +69,11 @@ def _verdict(recipe: str, claim: Claim, found: Records) -> Verdict:
     present = {name: named for name, named in members.items() if all(named.runs[run] for run in claim.runs)}
     paper = paper_of(recipe)
     if not present:
-        return _line(recipe, paper, claim, NOT_RUN, missing(claim, members), None, _region(claim, None), members)
+        region = _region(claim, _margin(claim, members[recipe], None))
+        return _line(recipe, paper, claim, NOT_RUN, missing(claim, members), None, region, members)
     values = [value for named in present.values() for value in _values(claim, named)]
     first = next(iter(present.values())).all[0]
-    region = _region(claim, first)
+    region = _region(claim, _margin(claim, next(iter(present.values())), first))
     told = estimate(values, exact=claim.of in EXACT) if values else None
     if claim.test == "ratio" and told is not None:
         told = _exponential(told)
@@ -114,8 +116,16 @@ def _sign(claim: Claim, run: Run) -> int:
     return -1 if claim.of == "metric" and run.higher_is_better else 1
 
 
-def _region(claim: Claim, run: Run | None) -> tuple[float | None, float | None]:
-    margin = claim.within if claim.within is not None else run.margin if run else None
+def _margin(claim: Claim, named: Named, run: Run | None) -> float | None:
+    """How far apart two runs may be that are called equal; None if that cannot be told."""
+    if claim.within == "spread":
+        values = [quantity(each, claim.of) for each in named.runs.get(claim.against, {}).values()]
+        known = [value for value in values if value is not None]
+        return statistics.stdev(known) if len(known) > 1 else None
+    return claim.within if claim.within is not None else run.margin if run else None
+
+
+def _region(claim: Claim, margin: float | None) -> tuple[float | None, float | None]:
     return {
         "equal": (None if margin is None else -margin, margin),
         "not_worse": (None, margin),
@@ -153,7 +163,8 @@ def _decided(
         return SHOWS if diverged == len(own) > 1 else UNDECIDED
     if diverged and claim.test in ("equal", "not_worse"):
         return NOT_AT_THIS_SIZE
-    if told is None or told.wide is None or told.narrow is None:
+    unbounded = claim.test != "diverges" and region == (None, None)
+    if told is None or told.wide is None or told.narrow is None or unbounded:
         return UNDECIDED
     low, high = (-math.inf if region[0] is None else region[0]), (math.inf if region[1] is None else region[1])
     inner = told.narrow if level(claim) == 90 else told.wide

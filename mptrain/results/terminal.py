@@ -9,7 +9,7 @@ from mptrain.results.document import Block, Cell, Column, Document
 WIDE = 112  # columns that the whole table needs; below, what is not essential is left out and named
 PIPE_WIDTH = 120
 STYLES = {"plain": "", "good": "green", "bad": "red", "quiet": "dim"}
-PLAIN_LETTERS = str.maketrans({"±": "+-", "…": "~"})
+PLAIN_LETTERS = str.maketrans({"±": "+-", "…": "~", "█": "#"})
 
 
 def print_document(document: Document, out: TextIO | None = None, width: int | None = None) -> None:

@@ -19,6 +19,7 @@ from mptrain.watch.modules import named, tensors
 from mptrain.watch.statistics import describe
 
 SCALES = tuple(2.0**k for k in range(25))
+CUSTOMARY = 2.0**16  # where dynamic scaling starts
 LOST = 2048.0
 """A weight this many times its update or more keeps its value in FP16 (figure 2b)."""
 
@@ -117,7 +118,11 @@ class Advice(NamedTuple):
 
 
 def recommend(census: Census) -> Advice:
-    """The mildest cure whose flushed share is under 1 % over all and 5 % in every layer, and why."""
+    """A precision and scale, and why: BF16 where no scale helps, no scale where none is needed.
+
+    A good scale flushes under 1 % of all gradients and 5 % of every layer's, and keeps the largest a factor of 4 from
+    overflow. Gradients move as training goes on, so that of the good ones the middle is taken, at most 2^16.
+    """
     if (peak := max(census.largest.values(), default=0.0)) > 65504 / 4:
         layer = max(census.largest, key=census.largest.__getitem__)
         return Advice(
@@ -133,12 +138,19 @@ def recommend(census: Census) -> Advice:
         worst = max(layers, key=lambda name: layers[name].flushed(scale), default="")
         return whole.flushed(scale), layers[worst].flushed(scale) if worst else 0.0, worst
 
-    for scale in safe:
-        overall, worst, _ = flushed(scale)
-        if overall < 0.01 and worst < 0.05:
-            before = f"without a scale {whole.flushed(1):.1%} of the nonzero gradients would be flushed, "
-            kept = f"at {scale:g} {overall:.2%} are, and the largest stays a factor of 4 from overflow"
-            return Advice("fp16", "none" if scale == 1 else f"{scale:g}", kept if scale == 1 else before + kept)
+    good = [scale for scale in safe if flushed(scale)[0] < 0.01 and flushed(scale)[1] < 0.05]
+    unscaled = f"{100 * whole.flushed(1):.2f} % of the nonzero gradients"
+    if good and good[0] == 1:
+        kept = f"without a scale {unscaled} are flushed and none overflows"
+        return Advice("fp16", "none", f"{kept}; scales up to {good[-1]:,.0f} do as well")
+    if good:
+        scale = max(good[0], min(good[len(good) // 2], CUSTOMARY))
+        reason = (
+            f"without a scale {unscaled} would be flushed; every scale from {good[0]:,.0f} to {good[-1]:,.0f} keeps "
+            f"that under 1 % (5 % in every layer) and the largest a factor of 4 from overflow, and {scale:,.0f} leaves "
+            "room on both sides"
+        )
+        return Advice("fp16", f"{scale:.0f}", reason)
     best = safe[-1] if safe else 1.0
     overall, worst, name = flushed(best)
     wide = [layer for layer, h in layers.items() if h.binades() > 40]
@@ -149,8 +161,8 @@ def recommend(census: Census) -> Advice:
     return Advice(
         "fp16",
         "layerwise",
-        f"the largest safe scale for all layers, {best:g}, still flushes {overall:.1%} over all and {worst:.1%} in "
-        f"{name}, while each layer alone fits; bf16 is the simpler cure",
+        f"the largest safe scale for all layers, {best:g}, still flushes {100 * overall:.1f} % over all and "
+        f"{100 * worst:.1f} % in {name}, while each layer alone fits; bf16 is the simpler cure",
     )
 
 
