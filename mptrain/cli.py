@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from mptrain import __version__, compose, files
+from mptrain import __version__, files
 from mptrain.errors import UserError
 
 VERBS = {
@@ -114,6 +114,8 @@ def _recipes() -> str:
 
 def _train(argv: list[str]) -> int:
     """Checks the command line, then lets Hydra compose it and launch its jobs."""
+    from mptrain import compose
+
     argv = compose.checked(compose.with_plus(argv))
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not {"-m", "--multirun"}.isdisjoint(argv):
         raise UserError(
@@ -163,6 +165,8 @@ def _train(argv: list[str]) -> int:
 def _one_run(composed: Any) -> None:
     from omegaconf import OmegaConf
 
+    from mptrain import compose
+
     values: Any = OmegaConf.to_container(composed, resolve=True)
     config = compose.typed(values)
     from mptrain.train import train
@@ -185,6 +189,8 @@ def _errors_pass_through() -> Any:
     def run_and_report(function: Any) -> Any:
         from hydra.errors import HydraException
         from omegaconf.errors import OmegaConfBaseException
+
+        from mptrain import compose
 
         try:
             return function()

@@ -70,3 +70,24 @@ def test_the_loop_benchmark_runs(tmp_path):
         "benchmark_loop.py", "--blocks", 2, "--seconds", 0.05, "--only", "64, batch 64", "--out", tmp_path / "x.md"
     )
     assert [line.split(" | ")[1] for line in said.splitlines() if line.startswith("| perc")] == ["fp32", "bf16", "fp16"]
+
+
+@pytest.mark.parametrize("command", [["--help"], ["--version"], []])
+def test_what_is_only_read_needs_nothing_slow(command):
+    slow = {"torch", "numpy", "pydantic", "hydra", "omegaconf", "rich", "scipy"}
+    code = f"import sys, mptrain.cli; mptrain.cli.main({command}); print(*{slow} & set(sys.modules), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, capture_output=True, text=True, check=True)
+    assert done.stdout and done.stderr.strip() == ""
+
+
+def test_the_records_of_the_benchmark_are_records(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import benchmark_startup
+
+    from mptrain.results.runs import find_runs
+    from mptrain.results.table import build_table
+
+    benchmark_startup.write_records(tmp_path, 60)
+    runs, excluded = find_runs([tmp_path])
+    assert len(runs) == 60 and not excluded
+    assert [len(group.rows) for group in build_table(runs, excluded).groups] == [5, 1]
