@@ -1,10 +1,12 @@
 """The benchmarks: what their numbers are made of, and that each of them runs."""
 
+import csv
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
@@ -40,8 +42,6 @@ def test_a_ratio_is_the_median_of_the_ratios_of_a_round(benchmarking):
 
 
 def test_floating_point_operations_of_a_product_and_its_gradients(benchmarking):
-    import torch
-
     x, w = torch.randn(3, 5), torch.randn(5, 7, requires_grad=True)
     assert benchmarking.flops(lambda: (x @ w).sum().backward()) == 2 * 2 * 3 * 5 * 7
 
@@ -91,3 +91,68 @@ def test_the_records_of_the_benchmark_are_records(monkeypatch, tmp_path):
     runs, excluded = find_runs([tmp_path])
     assert len(runs) == 60 and not excluded
     assert [len(group.rows) for group in build_table(runs, excluded).groups] == [5, 1]
+
+
+def test_published_ratios_are_those_of_their_numbers(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import gpu_report
+
+    from mptrain import files
+
+    with open(gpu_report.PUBLISHED, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 10
+    for row in rows:
+        assert float(row["mixed"]) / float(row["base"]) == pytest.approx(
+            float(row["ratio"]), rel=0.01
+        )  # both were rounded
+        assert row["recipe"] in files.names("recipe") and row["source"].startswith("NVIDIA/")
+
+
+def test_the_gpu_check_runs_dry_on_a_cpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import gpu_check
+
+    dry = ["--device", "cpu", "--tiny", "--recipes", "resnet", "--out", str(tmp_path)]
+    assert gpu_check.main([*dry, "--parts", "trainings,speed,estimates"]) == 0
+    lines = list(csv.DictReader((tmp_path / "speed.csv").read_text().splitlines()[1:]))
+    assert [(row["recipe"], row["precision"], row["which"]) for row in lines] == [
+        ("resnet", "fp32", "equal"),
+        ("resnet", "fp16", "equal"),
+    ]
+    for row in lines:
+        assert float(row["throughput"]) > 0 and float(row["tflops"]) > 0 and row["note"] == ""
+        assert row["peak_gib"] == row["watts"] == ""  # a CPU measures neither
+    text = (tmp_path / "check.md").read_text()
+    for part in ("## Trainings", "## Speed", "### resnet", "## Estimates", "dry run"):
+        assert part in text
+    assert "Error" not in text and text.count("1 finished") == 2
+    before = (tmp_path / "speed.csv").read_text()
+    assert gpu_check.main([*dry, "--parts", "speed"]) == 0  # goes on, and there is nothing left to measure
+    assert (tmp_path / "speed.csv").read_text() == before
+
+
+def test_the_gpu_check_says_what_did_not_work(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import gpu_check
+    import gpu_speed
+
+    def too_much(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu_speed, "Steps", too_much)
+    dry = ["--device", "cpu", "--tiny", "--recipes", "resnet,nothing", "--parts", "speed", "--out", str(tmp_path)]
+    assert gpu_check.main(dry) == 0
+    text = (tmp_path / "check.md").read_text()
+    assert text.count("does not fit") >= 2 and "recipe=nothing is unknown" in text
+    assert gpu_check.main([*dry, "--minutes", "0"]) == 0
+    assert "no time left" in (tmp_path / "check.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_check_without_a_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import gpu_check
+
+    assert gpu_check.main(["--out", str(tmp_path)]) == 1
+    assert "no CUDA GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -30,6 +30,22 @@ def test_switches_are_set_for_every_operation_and_restored():
         assert flags() == before
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_sums_of_16_bit_products_stay_fp32_inside(before):
+    matmul = torch.backends.cuda.matmul
+    default = [getattr(matmul, name) for name in hardware.REDUCED_SUMS]
+    try:
+        for name in hardware.REDUCED_SUMS:
+            setattr(matmul, name, before)
+        for allowed in (False, True):
+            with hardware.tf32(allowed):
+                assert not any(getattr(matmul, name) for name in hardware.REDUCED_SUMS)
+            assert all(getattr(matmul, name) is before for name in hardware.REDUCED_SUMS)
+    finally:
+        for name, value in zip(hardware.REDUCED_SUMS, default, strict=True):
+            setattr(matmul, name, value)
+
+
 def test_switches_nest_and_survive_errors():
     before = flags()
     with pytest.raises(KeyError), hardware.tf32(True):

@@ -61,6 +61,7 @@ def resolve(name: str) -> torch.device:
 
 
 OPERATIONS = ("matmul", "conv", "rnn")
+REDUCED_SUMS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
 _HOLDERS: dict[tuple[str, str], Any] = {
     ("cuda", "matmul"): lambda: torch.backends.cuda.matmul,
     ("cuda", "conv"): lambda: torch.backends.cudnn.conv,  # type: ignore[attr-defined]
@@ -82,12 +83,18 @@ def tf32(allowed: bool) -> Iterator[None]:
 
     The CPU's switches (oneDNN may use TF32 or BF16 inside "FP32") are held at "ieee" either way. torch has two sets
     of switches and refuses to read an old one after a new one was written: only the new ones are touched here.
+    By default cuBLAS may add the parts of a long 16-bit product in 16 bits; inside, all sums are FP32 (section 3.3).
     """
     before = {place: holder().fp32_precision for place, holder in _HOLDERS.items()}
+    sums = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCED_SUMS}
     try:
         for (device_type, _), holder in _HOLDERS.items():
             holder().fp32_precision = "tf32" if allowed and device_type == "cuda" else "ieee"
+        for name in sums:
+            setattr(torch.backends.cuda.matmul, name, False)
         yield
     finally:
         for place, holder in _HOLDERS.items():
             holder().fp32_precision = before[place]
+        for name, reduced in sums.items():
+            setattr(torch.backends.cuda.matmul, name, reduced)

@@ -1,0 +1,265 @@
+"""The GPU check: everything about this project that only a GPU can tell, in one command and nine minutes.
+
+    python scripts/gpu_check.py [--out results/gpu] [--minutes 9] [--parts tests,trainings,speed,estimates]
+    python scripts/gpu_check.py --device cpu --tiny --out /tmp/check      # the same code with small sizes, on a CPU
+
+It needs a checkout, Python, torch 2.11 or newer and the packages of pyproject.toml; no network and no data. Parts:
+
+tests       the tests marked `gpu`: native against emulated numerics, switches, synchronisation, memory
+trainings   small recipes on embedded data, trained as they are, and `mptrain compare` over them
+speed       every recipe at the paper's size on synthetic data, in every precision that GPUs have, at the recipe's batch
+            and at the largest that fits: throughput, memory, distance to the peak, energy
+estimates   what `mptrain estimate` said of the peak memory beside what was allocated
+
+A part that runs out of time says so in the tables. The same command goes on: rows of speed.csv that this commit
+measured on this device are kept. Written are check.md, speed.csv, trainings.csv and tests.txt; published.csv, in
+results/gpu already, is what NVIDIA published for related networks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from benchmarking import table
+from gpu_meters import Energy, peaks
+from gpu_report import cell, speed_tables
+from gpu_speed import Bench, Built, Speed
+
+from mptrain import compose, estimate, files, measure
+from mptrain.config import check
+from mptrain.errors import UserError
+from mptrain.precision import hardware
+from mptrain.results.csvfile import read_csv, write_csv
+from mptrain.results.markdown import markdown
+from mptrain.results.row import Row
+from mptrain.results.runs import find_runs
+from mptrain.results.table import build_table
+from mptrain.results.words import document_of
+from mptrain.train import train
+
+ROOT = Path(__file__).parent.parent
+PARTS = {"tests": 100, "trainings": 90, "speed": 300, "estimates": 30}
+"""Seconds of nine minutes that each may take; speed takes what the ones before it left."""
+PRECISIONS = ("fp32", "fp16", "bf16", "tf32", "fp8")
+FIRST = ("resnet50_paper", "ssd_paper", "language_paper", "translate_paper", "speech_paper", "clip_paper")
+SMALL = ("resnet", "ssd", "language", "translate", "gan")
+ESTIMATED = ("resnet50_paper", "ssd_paper", "gan_paper")
+
+
+class Check:
+    """One call of the script: its options, its clock, and what was found so far."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.device, self.tiny, self.out = options.device, options.tiny, options.out
+        self.parts = options.parts.split(",")
+        self.started = time.monotonic()
+        self.minutes = options.minutes
+        self.recipes = options.recipes.split(",") if options.recipes else paper_recipes(self.tiny)
+        self.precisions = [name for name in PRECISIONS if name in files.names("precision")]
+        if self.tiny:
+            self.precisions = ["fp32", "fp16"]
+        self.missing = missing_packages()
+        self.environment = measure.environment(torch.device(self.device))
+        self.speeds: list[Speed] = []
+        self.kept = self.earlier()
+        self.peaks: dict[str, float] = {}
+        self.said: dict[str, list[str]] = {part: [] for part in PARTS}
+        self.took: dict[str, float] = {}
+
+    def left(self, reserve: float = 10.0) -> float:
+        """Seconds until the script has to be done with measuring."""
+        return self.minutes * 60 - reserve - (time.monotonic() - self.started)
+
+    def run(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        for part in (part for part in PARTS if part in self.parts):
+            start = time.monotonic()
+            reserve = 10.0 + sum(PARTS[p] for p in ("estimates",) if part == "speed" and p in self.parts)
+            limit = self.left(reserve) if part == "speed" else min(self.left(), PARTS[part])
+            end = start + limit
+            print(f"{part}: {limit:.0f} seconds", flush=True)
+            if limit > 0:
+                getattr(self, part)(lambda end=end: end - time.monotonic())
+            else:
+                self.said[part].append("no time left")
+            self.took[part] = time.monotonic() - start
+            self.write()
+
+    def tests(self, left: Callable[[], float]) -> None:
+        found = sorted(str(path) for path in (ROOT / "tests").glob("test_gpu_*.py"))
+        call = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *found]
+        with open(self.out / "tests.txt", "w+", encoding="utf-8") as log:
+            try:
+                path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+                environment = {**os.environ, "PYTHONPATH": path}
+                subprocess.run(call, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=left(), env=environment)
+                end = "ended"
+            except subprocess.TimeoutExpired:
+                end = "stopped for want of time"
+            log.seek(0)
+            lines = log.read().splitlines() or ["nothing was said"]
+        failed = [f"- {line}" for line in lines if line.startswith(("FAILED", "ERROR"))]
+        self.said["tests"] += [f"{end}: {lines[-1]}", *(["\n".join(failed)] if failed else [])]
+
+    def trainings(self, left: Callable[[], float]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for recipe in SMALL[:1] if self.tiny else SMALL:
+                for precision in self.precisions:
+                    if left() <= 0:
+                        self.said["trainings"].append(f"{recipe} {precision}: no time left")
+                        continue
+                    values = compose.baseline(recipe, precision)
+                    values |= {"device": self.device, "tensorboard": False, "progress": False}
+                    values |= {"steps": 3, "batch_size": 8, "data": "synthetic"} if self.tiny else {}
+                    try:
+                        train(check(values | {"out": f"{folder}/{recipe}-{precision}"}))
+                    except Exception as error:  # listed, and the others go on
+                        self.said["trainings"].append(f"{recipe} {precision}: {type(error).__name__}: {error}")
+            compared = build_table(*find_runs([Path(folder)]))
+        (self.out / "trainings.csv").write_text(write_csv(compared.rows, Row), encoding="utf-8")
+        self.said["trainings"].append(markdown(document_of(compared)).replace("# ", "### "))
+
+    def speed(self, left: Callable[[], float]) -> None:
+        self.peaks = peaks(self.device, 256 if self.device == "cpu" else 8192)
+        energy = Energy(self.device)
+        self.said["speed"] += [f"Energy: {energy.how}."]
+        # A batch of two: one sample has no statistics.
+        changes = {"batch_size": 2} if self.tiny else {}
+        for number, recipe in enumerate(self.recipes):
+            until = time.monotonic() + 2 * left() / (
+                len(self.recipes) - number
+            )  # one slow recipe is not to take it all
+            bench = Bench(0.0 if self.tiny else 0.7, self.peaks, energy, lambda: min(left(), until - time.monotonic()))  # noqa: B023
+            whole = [row for row in self.kept if row.recipe == recipe and row.throughput]
+            if {row.precision for row in whole if row.which == "equal"} >= set(self.precisions):
+                self.speeds += whole
+                continue
+            if bench.left() <= 0:
+                self.speeds.append(Speed(recipe, "", "equal", note="no time left"))
+                continue
+            try:
+                built = Built(recipe, self.device, changes)
+                rows = bench.rows(built, self.precisions, largest=not self.tiny)
+                for row in rows:
+                    self.speeds.append(row)
+                    print(
+                        f"  {row.recipe} {row.precision} {row.which} {row.batch}: {row.throughput} {row.note}",
+                        flush=True,
+                    )
+                    self.save()
+            except Exception as error:  # listed, and the others go on
+                self.speeds.append(Speed(recipe, "", "equal", note=f"{type(error).__name__}: {error}"))
+            self.save()
+
+    def estimates(self, left: Callable[[], float]) -> None:
+        rows = []
+        for row in self.speeds:
+            wanted = row.recipe in ESTIMATED and row.precision in ("fp32", "fp16") and row.which == "equal"
+            if row.batch is None or not (wanted or self.tiny) or left() <= 0:
+                continue
+            values = compose.baseline(row.recipe, row.precision) | {"batch_size": row.batch, "accumulate": 1}
+            config = check(values | {"data": "synthetic", "data_dir": None})
+            try:
+                said = estimate.step(config, config.numbers).peak / 2**30
+            except UserError as error:
+                self.said["estimates"].append(f"{row.recipe}: {str(error).splitlines()[0]}")
+                continue
+            beside = [cell(row.peak_gib, 2), cell(row.peak_gib and said / row.peak_gib, 3)]
+            rows.append([row.recipe, row.precision, str(row.batch), f"{said:.2f}", *beside])
+        header = ["recipe", "precision", "batch", "estimated GiB", "allocated GiB", "ratio"]
+        self.said["estimates"].append(table(header, rows))
+
+    # What is written.
+
+    def label(self) -> str:
+        return f"{self.environment['device_name']}, {self.environment['commit']}"
+
+    def earlier(self) -> list[Speed]:
+        """Rows of an earlier call with the same device and commit."""
+        try:
+            first, _, rest = (self.out / "speed.csv").read_text(encoding="utf-8").partition("\n")
+            return read_csv(rest, Speed) if first == f"# {self.label()}" else []
+        except (OSError, ValueError, TypeError):
+            return []
+
+    def save(self) -> None:
+        text = f"# {self.label()}\n{write_csv(self.speeds, Speed)}"
+        (self.out / "speed.csv").write_text(text, encoding="utf-8")
+
+    def write(self) -> None:
+        here = self.environment
+        command = " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+        driver = f", CUDA {here['cuda']}, {memory_of(self.device)}" if here["cuda"] else ""
+        minutes = f"{(time.monotonic() - self.started) / 60:.1f} minutes"
+        took = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self.took.items())
+        parts = [
+            "# GPU check" + (" (a dry run: sizes are made small, no number means anything)" if self.tiny else ""),
+            f"`{command}` on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {here['device_name']}{driver}, "
+            f"torch {here['torch']}, Python {here['python']}, commit {here['commit']}, seed 0, {minutes} ({took}).",
+        ]
+        if self.missing:
+            parts.append(f"Not installed here: {', '.join(self.missing)}.")
+        for part in (part for part in PARTS if part in self.took):
+            parts += [f"## {part.capitalize()}", *self.said[part]]
+            parts += speed_tables(self.speeds, self.peaks) if part == "speed" else []
+        (self.out / "check.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def paper_recipes(tiny: bool) -> list[str]:
+    """All recipes at the paper's size, the telling ones first; small ones instead for a dry run."""
+    if tiny:
+        return ["resnet", "language"]
+    found = [name for name in files.names("recipe") if name.endswith("_paper")]
+    return sorted(found, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+
+
+def missing_packages() -> list[str]:
+    """Of pyproject.toml's, those that are not installed."""
+    import re
+    import tomllib
+
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    names = [re.match(r"[\w.-]+", text).group() for text in wanted]  # type: ignore[union-attr]
+    installed = {found.metadata["Name"].lower().replace("_", "-") for found in metadata.distributions()}
+    return [name for name in names if name.lower() not in installed]
+
+
+def memory_of(device: str) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.total_memory / 2**30:.0f} GiB, capability {properties.major}.{properties.minor}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("results/gpu"), help="folder of the tables")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: 9)")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
+    parser.add_argument("--recipes", default="", help="for the part speed, with commas (default: all *_paper)")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes; for a dry run on a CPU")
+    options = parser.parse_args(argv)
+    if unknown := [part for part in options.parts.split(",") if part not in PARTS]:
+        parser.error(f"--parts {','.join(unknown)}: choose from {', '.join(PARTS)}")
+    try:
+        hardware.resolve(options.device)
+        if options.device == "cpu" and not options.tiny:
+            parser.error("--device cpu takes --tiny: the paper's sizes would take days")
+        Check(options).run()
+    except UserError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

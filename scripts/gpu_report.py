@@ -1,0 +1,50 @@
+"""The tables of gpu_check.py: speed beside FP32, and beside what was published for related networks."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarking import table
+from gpu_speed import Speed
+
+PUBLISHED = Path(__file__).parent.parent / "results" / "gpu" / "published.csv"
+
+
+def speed_tables(speeds: Sequence[Speed], tops: dict[str, float]) -> list[str]:
+    """One table a recipe, each beside what was published for a network like it."""
+    shown = ", ".join(f"{name} {top / 1e12:.3g}" for name, top in tops.items())
+    parts = [
+        f"TFLOP/s of a large square product in this run, by format: {shown or 'not measured'}. Units per second are of "
+        "whole steps on one batch of synthetic data that lies on the device. The paper has no training times: it "
+        "names 2 to 6 times FP32 for DeepBench operations on Volta."
+    ]
+    published = read_published()
+    for recipe in dict.fromkeys(row.recipe for row in speeds):
+        rows = []
+        base = {row.which: row for row in speeds if row.recipe == recipe and row.precision == "fp32"}
+        for row in (row for row in speeds if row.recipe == recipe):
+            beside = base.get(row.which, row)
+            faster = row.throughput and beside.throughput and row.throughput / beside.throughput
+            smaller = row.peak_gib and beside.peak_gib and row.peak_gib / beside.peak_gib
+            cells = [row.throughput, faster, row.peak_gib, smaller if row.which == "equal" else None]
+            cells += [row.tflops, row.of_peak, row.watts, row.joules_per_1000]
+            written = [cell(value, digits) for value, digits in zip(cells, (0, 2, 2, 2, 1, 2, 0, 1), strict=True)]
+            rows.append([f"{row.precision} {row.backend}", row.which, str(row.batch or ""), *written, row.note])
+        unit = next((row.unit for row in speeds if row.recipe == recipe and row.unit), "units/s")
+        header = ["precision", "batch", "size", unit, "to fp32", "peak GiB", "to fp32", "TFLOP/s", "of the peak", "W"]
+        parts.append(f"### {recipe}\n\n" + table([*header, "J per 1000", "note"], rows))
+        known = [f"{p['model']} on {p['machine']}: {p['ratio']} over {p['base_precision']}" for p in published(recipe)]
+        parts += [f"Published for mixed precision: {'; '.join(known)} (results/gpu/published.csv)."] if known else []
+    return parts
+
+
+def read_published() -> Callable[[str], list[dict[str, str]]]:
+    with open(PUBLISHED, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    return lambda recipe: [row for row in rows if row["recipe"] == recipe]
+
+
+def cell(value: float | None, digits: int) -> str:
+    return "" if not value else f"{value:.{digits}f}"
