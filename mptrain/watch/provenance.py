@@ -221,14 +221,19 @@ def _label(node: Any, path: str) -> None:
 
 def finite(tensor: Tensor) -> bool:
     """Whether all values are; waits for the device."""
+    return bool(_values(tensor).isfinite().all())
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Without graph, and in a format that torch can ask whether it is finite."""
     tensor = tensor.detach()
-    return bool((tensor.coalesce().values() if tensor.is_sparse else tensor).isfinite().all())
+    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    return values.float() if values.is_floating_point() and values.element_size() == 1 else values
 
 
 def extent(tensor: Tensor) -> dict[str, Any]:
     """{shape, dtype, min, max, nan, inf} of a tensor, its finite values' extremes."""
-    tensor = tensor.detach()
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
+    values = _values(tensor)
     inside = values[values.isfinite()].float()
     return {
         "shape": list(tensor.shape),
