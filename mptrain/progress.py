@@ -76,26 +76,29 @@ class Progress(AbstractContextManager):
         """What a watched step looked like inside: norms, lost shares, and histograms over powers of two."""
         if self.writer is None:
             return
+        from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+        whole = Summary()  # all of a step is one event: hundreds of them would cost more than what they tell
         for row in rows:
             tag = "/".join(part for part in (f"watch_{row['kind']}", row["layer"], row["name"]) if part)
             if row["norm"] is not None:
-                self.writer.add_scalar(f"{tag}/norm", row["norm"], step)
+                whole.value.add(tag=f"{tag}/norm", simple_value=row["norm"])
             if row["flushed"] is not None:
-                self.writer.add_scalar(f"{tag}/flushed", row["flushed"] / max(1, row["count"] - row["zero"]), step)
+                share = row["flushed"] / max(1, row["count"] - row["zero"])
+                whole.value.add(tag=f"{tag}/flushed", simple_value=share)
             if counts := row["exponents"]:
-                first, total = row["first_exponent"], sum(counts)
-                weighed = [(first + i, n) for i, n in enumerate(counts)]
-                self.writer.add_histogram_raw(
-                    f"{tag}/log2",
-                    min=first,
-                    max=first + len(counts),
-                    num=total,
-                    sum=sum(e * n for e, n in weighed),
-                    sum_squares=sum(e * e * n for e, n in weighed),
-                    bucket_limits=[e + 1 for e, _ in weighed],
-                    bucket_counts=counts,
-                    global_step=step,
+                exponents = range(row["first_exponent"], row["first_exponent"] + len(counts))
+                histogram = HistogramProto(
+                    min=exponents[0],
+                    max=exponents[-1] + 1,
+                    num=sum(counts),
+                    sum=sum(e * n for e, n in zip(exponents, counts, strict=True)),
+                    sum_squares=sum(e * e * n for e, n in zip(exponents, counts, strict=True)),
+                    bucket_limit=[e + 1 for e in exponents],
+                    bucket=counts,
                 )
+                whole.value.add(tag=f"{tag}/log2", histo=histogram)
+        self.writer._get_file_writer().add_summary(whole, step)
 
     def flush(self) -> None:
         """Brings to the disk what has been shown, before a checkpoint relies on it."""

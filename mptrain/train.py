@@ -200,6 +200,8 @@ class Run:
             measured = self.measuring()
             if measured is not None and self.observer is not None:
                 self.observer.watch.skip()  # one instrument at a time
+            if self.observer is not None and self.observer.watch.wants_shadow and self.ranks.size == 1:
+                self.shadow(window)
             with measured or nullcontext():
                 skipped = self.step(window)
             if measured is not None:
@@ -355,6 +357,26 @@ class Run:
             return True
         alone = self.ranks.size == 1  # among several, all have to decide alike
         return alone and not all(bool(values[-1].isfinite()) for values in self.recent.values())
+
+    def shadow(self, window: list[Batch]) -> None:
+        """Runs the coming window where Watch can count what its native products will lose to rounding."""
+
+        def run(region: Any) -> None:
+            scaler, carried = self.scaler.aside(), self.task.state_dict()
+            sizes = [self.task.size(batch) for batch in window]
+            for batch, size in zip(window, sizes, strict=True):
+                phases = self.task.losses(self.to_device(batch))
+                while True:
+                    with region:
+                        phase = next(phases, None)
+                    if phase is None:
+                        break
+                    scaler.scale(phase[1] * (size / sum(sizes))).backward()
+            self.task.load_state_dict(carried)
+
+        assert self.observer is not None
+        with self.throughput.paused(), process.same_random_state(self.device):
+            self.observer.watch.shadow(run)
 
     def explain(self, window: list[Batch]) -> list[Finding]:
         """Runs the window again to find what was not finite first; leaves provenance.json and a message."""

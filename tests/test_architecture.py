@@ -15,7 +15,7 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "tasks": {"models", "data", "files"},
     "models": {"files"},
     "data": {"files"},
-    "watch": {"precision.formats", "precision.counting"},
+    "watch": {"precision.formats", "precision.counting", "precision.blocks"},
     "results": {"files", "paper", "watch.histogram", "precision.policy"},
     "files": set(),
     "options": set(),

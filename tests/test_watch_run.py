@@ -24,7 +24,7 @@ def config(recipe, precision, folder, **changes):
 def test_on_the_command_line(capfd):
     assert main(["+recipe=resnet", "watch=true", "watch.every=5", "watch.layers=[a.*,fc]", "--cfg", "job"]) == 0
     watch = yaml.safe_load(capfd.readouterr().out)["watch"]
-    assert watch == {"enabled": True, "every": 5, "layers": ["a.*", "fc"], "sample": 16384}
+    assert watch == {"enabled": True, "every": 5, "layers": ["a.*", "fc"], "sample": None}
     assert main(["+recipe=resnet", "watch.evry=5"]) == 1
     assert "watch.every" in capfd.readouterr().err
 
@@ -45,16 +45,34 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+def rows_of(folder):
+    return [row for part in sorted((folder / "watch.parquet").glob("*.parquet")) for row in read_part(part)]
+
+
+def compared(recipe, precision, folder, **changes):
+    """The rows of three watched steps, which end as three unwatched ones do."""
+    metrics = []
+    for name, watch in (("plain", {}), ("watched", {"enabled": True, "every": 1})):
+        run = config(recipe, precision, folder / name, data="synthetic", steps=3, batch_size=4, watch=watch, **changes)
+        metrics.append(train(run)["metrics"])
+    plain, watched = state(folder / "plain"), state(folder / "watched")
+    assert len(plain) == len(watched) and all(map(same, plain, watched)) and metrics[0] == metrics[1]
+    return rows_of(folder / "watched")
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("recipe", [r if r in QUICK else pytest.param(r, marks=pytest.mark.slow) for r in SMALL])
 def test_a_watched_run_ends_with_the_same_bits(recipe, precision, tmp_path):
-    for name, watch in (("plain", {}), ("watched", {"enabled": True, "every": 1})):
-        train(config(recipe, precision, tmp_path / name, data="synthetic", steps=3, batch_size=4, watch=watch))
-    plain, watched = state(tmp_path / "plain"), state(tmp_path / "watched")
-    assert len(plain) == len(watched) and all(map(same, plain, watched))
-    rows = [row for part in (tmp_path / "watched" / "watch.parquet").iterdir() for row in read_part(part)]
+    rows = compared(recipe, precision, tmp_path)
     assert {"input", "output", "grad_output", "weight", "grad_weight", "loss"} <= {row["kind"] for row in rows}
     assert ("products" in {row["name"] for row in rows}) == (precision == "fp16")
     summary = json.loads((tmp_path / "watched" / "summary.json").read_text())
     assert isinstance(summary["alarms"], list) and summary["watch"]
     assert "alarms" not in json.loads((tmp_path / "plain" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("scale", ["none", "layerwise"])
+def test_native_products_are_counted_by_a_shadow_that_changes_no_bit(scale, tmp_path):
+    rows = compared("resnet", "bf16", tmp_path, scale=scale, accumulate=2)
+    assert {row["step"] for row in rows if row["name"] == "products"}
+    assert all(row["flushed"] == 0 for row in rows if row["name"] == "products")  # BF16 reaches as low as FP32

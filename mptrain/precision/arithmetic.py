@@ -62,12 +62,17 @@ class Arithmetic(AbstractContextManager):
         self.chunk = chunk
         self.counter = counter
         self.fp8 = fp8
+        self.keep_fp32 = keep_fp32
         self.dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(compute)
         self.off = DispatchKeySet(dispatch.KEY[device_type])
         self.handlers = self._handlers(keep_fp32)
         # TF32 changes no dtype; autocast is entered because only it opens its dispatch key.
         self.autocast_dtype = self.dtype or (torch.bfloat16 if self.handlers else None)
         self.installed = False
+
+    def emulating(self, counter: Counter) -> Arithmetic:
+        """The same arithmetic by FP32 kernels, which shows what rounding does to products that are native here."""
+        return Arithmetic(self.device_type, self.compute, True, self.chunk, self.keep_fp32, counter, self.fp8)
 
     def __enter__(self) -> Arithmetic:
         dispatch.enter(self)

@@ -8,9 +8,11 @@ the operands of products that are rounded hard, and they are what is counted: in
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mptrain.precision.blocks import BLOCK, blocks, flat, how_many, scratch
 from mptrain.precision.formats import OF_DTYPE
 
 DIRECTIONS = ("input", "weight", "forward", "grad_output", "grad_input", "grad_weight")
@@ -23,6 +25,8 @@ the smallest normal; finite before and infinite after; infinite or NaN before"""
 
 def count(before: Tensor, after: Tensor) -> Tensor:
     """The numbers of KINDS as an int64 tensor, left on the device."""
+    if before.device.type == "cpu" and after.dtype in BITS:
+        return torch.tensor(_on_cpu(flat(before), flat(after)))
     size = after.float().abs()
     finite = before.isfinite()
     zero = before == 0
@@ -34,6 +38,27 @@ def count(before: Tensor, after: Tensor) -> Tensor:
         (finite & ~size.isfinite()).sum(),
         (~finite).sum(),
     ])  # fmt: skip
+
+
+BITS = {torch.float16: (0x0400, 0x7C00), torch.bfloat16: (0x0080, 0x7F80)}
+"""Of a format, without the sign: the bits of its smallest normal and of infinity."""
+
+
+def _on_cpu(before: Tensor, after: Tensor) -> list[int]:
+    """The same; rounding keeps zeros, infinities and NaN, so that differences of counts are counts of changes."""
+    normal, infinity = BITS[after.dtype]
+    zero = zero_after = small = lost = lost_before = 0
+    for part in after.split(BLOCK):
+        bits = np.bitwise_and(part.contiguous().view(torch.int16).numpy(), 0x7FFF, out=scratch.bits[: len(part)])
+        zero_after += len(part) - int(np.count_nonzero(bits))
+        small += how_many(np.less, bits, normal)
+        lost += how_many(np.greater_equal, bits, infinity) if bits.max(initial=0) >= infinity else 0
+    for block in blocks(before):
+        values = block.numpy()
+        zero += how_many(np.equal, values, 0)
+        if lost:
+            lost_before += len(values) - int(np.count_nonzero(np.isfinite(values)))
+    return [len(before), zero, zero_after - zero, small - zero_after, lost - lost_before, lost_before]
 
 
 class Counter:

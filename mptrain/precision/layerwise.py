@@ -23,6 +23,7 @@ gradients from being rounded at the scale `value`.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -100,6 +101,11 @@ class LayerwiseScaler(DynamicScaler):
         if scaled.grad_fn is not None:
             self._prepare(scaled.grad_fn)
         return scaled
+
+    def aside(self) -> LayerwiseScaler:
+        other = copy.copy(self)
+        other._seen, other._handles, other.looking, other._pending = [], [], False, False
+        return other
 
     def update(self) -> bool:
         self._pending = False

@@ -15,6 +15,7 @@ tolerance (fairseq).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -51,6 +52,10 @@ class LossScaler:
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the factor, in FP32; the loss itself if there is nothing to do. Then call backward on it."""
         return loss if self.value == 1 and loss.dtype == torch.float32 else loss.float() * self.value
+
+    def aside(self) -> LossScaler:
+        """One that scales as this one does at the moment, for a backward pass that leaves no trace in this one."""
+        return copy.copy(self)
 
     def unscale_(self, optimizer: Optimizer) -> bool | None:
         """Divides the optimizer's gradients by the factor in place; returns whether all are finite, None without any.

@@ -25,7 +25,8 @@ class Histogram:
     @classmethod
     def from_bins(cls, first: int, counts: Iterable[int], zero: int) -> Histogram:
         """From counts of consecutive exponents, as watch.parquet stores them."""
-        return cls({first + i: count for i, count in enumerate(counts) if count}, zero)
+        found = enumerate(counts, start=first)
+        return cls({exponent: count for exponent, count in found if count}, zero)
 
     def bins(self) -> tuple[int, list[int]]:
         """(first exponent, counts of consecutive exponents); (0, []) if there are only zeros."""

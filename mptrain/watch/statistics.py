@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mptrain.precision.blocks import flat
 from mptrain.precision.formats import FLOAT16
 from mptrain.watch.histogram import FLUSHED_BELOW, LOWEST, SUBNORMAL_BELOW, Histogram
-
-OVERFLOWS_FROM = 65520.0
-"""The smallest number that rounds to infinity in FP16, halfway between 65,504 and 2^16."""
+from mptrain.watch.sweep import OVERFLOWS_FROM, Sweep, sweep
 
 HEAD = ("min", "max", "unit", "norm", "sum", "abs_sum", "apart", "nonzero", "nan", "inf", "tie", "over")
 """The numbers of a row before its 256 bins. Sums are of x / unit; apart: norm of the distances from the mean."""
@@ -108,51 +107,38 @@ def describe(tensor: Tensor, scale: float = 1.0, sample: int | None = None) -> S
 
 
 @torch.no_grad()
-def measure(tensor: Tensor, sample: int | None = None) -> Row:
-    """The numbers behind `Statistics`, on the tensor's device, without waiting for it.
+def measure(tensor: Tensor, sample: int | None = None) -> Row | Statistics:
+    """The numbers behind `Statistics`, on the tensor's device, without waiting for it; on a CPU all is done at once.
 
     sample: of a larger tensor, look at about so many evenly spaced elements for counts, histogram and means; minimum,
-    maximum and norm are always of all. Numbers wider than FP32 are looked at as FP32.
+    maximum and norm are always of all. Unset, all is exact. Numbers wider than FP32 are looked at as FP32.
     """
     whole = flat(tensor)
-    if not whole.numel():
-        return Row(0, 0, torch.zeros(len(HEAD) + 256, dtype=torch.float64, device=whole.device))
-    part = every(whole, sample).contiguous()
-    if whole.dtype != torch.float32:
-        part = part.float()
-        whole = whole.float() if whole.dtype == torch.float64 else whole
-    bins = _bins(part)
-    low, high = torch.aminmax(whole)
-    # Waiting is free on a CPU, where almost every tensor is finite and of ordinary size; elsewhere all go the long way.
-    if whole.device.type == "cpu" and 1e-15 < (peak := max(-float(low), float(high))) < 1e15:
-        whole = whole.float()
-        none = torch.zeros((), dtype=torch.int64)
-        size = part.abs()
-        total = part.sum()
-        floats = [low, high, torch.ones(()), torch.linalg.vector_norm(whole), total, size.sum()]
-        floats.append(torch.linalg.vector_norm(part - total / part.numel()))
-        tie = torch.count_nonzero(size == FLOAT16.flushed_below) if bins[_TIE_BIN] else none
-        over = torch.count_nonzero(size >= OVERFLOWS_FROM) if peak >= OVERFLOWS_FROM else none
-        counts = [torch.count_nonzero(part), none, none, tie, over]
-    else:
-        floats, counts = _with_care(whole.float(), part)
-    return Row(
-        whole.numel(),
-        part.numel(),
-        torch.cat([torch.stack([f.float() for f in floats]).double(), torch.stack(counts).double(), bins.double()]),
-    )
+    part = every(whole, sample)
+    count = whole.numel()
+    if not count:
+        return Statistics()
+    if whole.device.type == "cpu" and part is whole and (found := sweep(whole)) is not None:
+        return _of_sweep(count, found)
+    part = part.float().contiguous()
+    floats, counts = _with_care(whole.float(), part)
+    values = [torch.stack([f.float() for f in floats]).double(), torch.stack(counts).double(), _bins(part).double()]
+    return Row(count, part.numel(), torch.cat(values))
 
 
-_TIE_BIN = 127 - 25
+LANES = 64
 
 
 def _bins(part: Tensor) -> Tensor:
-    """Counts by exponent field: 0 holds zeros and FP32 subnormals, 255 what is not finite."""
-    exponent = (part.view(torch.int32) >> 23).bitwise_and_(255)
-    if part.device.type == "cpu":
-        return torch.bincount(exponent, minlength=256)
-    bins = torch.zeros(256, dtype=torch.int64, device=part.device)  # bincount would wait for the device
-    return bins.scatter_add_(0, exponent.long(), torch.ones_like(exponent, dtype=torch.int64))
+    """Counts by exponent field: 0 holds zeros and FP32 subnormals, 255 what is not finite.
+
+    Many numbers share few bins: lanes of their own keep them from waiting for each other, and bincount would wait for
+    the device.
+    """
+    exponent = (part.view(torch.int32) >> 23).bitwise_and_(255).long()
+    exponent = torch.nn.functional.pad(exponent, (0, -len(exponent) % LANES), value=255).view(LANES, -1)
+    bins = torch.zeros(LANES, 256, dtype=torch.int64, device=part.device)
+    return bins.scatter_add_(1, exponent, torch.ones_like(exponent)).sum(0)
 
 
 def _with_care(whole: Tensor, part: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -176,16 +162,36 @@ def _with_care(whole: Tensor, part: Tensor) -> tuple[list[Tensor], list[Tensor]]
     )
 
 
-def read(rows: Sequence[Row]) -> list[Statistics]:
+def read(rows: Sequence[Row | Statistics]) -> list[Statistics]:
     """Brings rows to the host, all of one device at once."""
     found: dict[int, list[float]] = {}
-    for device in {row.values.device for row in rows}:
-        here = [i for i, row in enumerate(rows) if row.values.device == device]
-        found |= zip(here, torch.stack([rows[i].values for i in here]).tolist(), strict=True)
-    return [_statistics(row, found[i]) for i, row in enumerate(rows)]
+    away = {i: row for i, row in enumerate(rows) if isinstance(row, Row)}
+    for device in {row.values.device for row in away.values()}:
+        here = {i: row.values for i, row in away.items() if row.values.device == device}
+        found |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
+    return [row if isinstance(row, Statistics) else _of_row(row, found[i]) for i, row in enumerate(rows)]
 
 
-def _statistics(row: Row, values: list[float]) -> Statistics:
+def _of_sweep(count: int, found: Sweep) -> Statistics:
+    histogram = Histogram(found.exponents, found.zero)
+    return Statistics(
+        count=count,
+        sampled=count,
+        norm=math.sqrt(found.square),
+        min=found.low,
+        max=found.high,
+        mean=found.total / count,
+        abs_mean=found.abs_total / count,
+        std=found.apart / math.sqrt(count),
+        zero=found.zero,
+        subnormal=histogram.below(SUBNORMAL_BELOW),
+        below=histogram.below(FLUSHED_BELOW) + found.tie,
+        above=found.over,
+        histogram=histogram,
+    )
+
+
+def _of_row(row: Row, values: list[float]) -> Statistics:
     low, high, unit, norm, total, abs_total, apart, *counts = values[: len(HEAD)]
     bins = [int(v) for v in values[len(HEAD) :]]
     nonzero, nan, infinite, tie, over = (int(c) for c in counts)
@@ -215,15 +221,6 @@ def _statistics(row: Row, values: list[float]) -> Statistics:
         histogram=histogram,
         **magnitudes,
     )
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """All elements in a row, in the order of memory where that needs no copy; of a sparse tensor those it holds."""
-    tensor = tensor.detach()
-    if tensor.is_sparse:
-        return tensor.coalesce().values().reshape(-1)
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(by_stride).reshape(-1)
 
 
 def every(row: Tensor, sample: int | None) -> Tensor:

@@ -1,0 +1,57 @@
+"""Tensors on a CPU, a block at a time: what stays in the cache is read several times for the price of once.
+
+Comparisons are NumPy's, whose results are bytes written by vector instructions; torch's take several times as long.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 18
+"""Elements: one megabyte of FP32."""
+
+
+class Scratch(threading.local):
+    """Memory for one block, kept from tensor to tensor; every thread has its own."""
+
+    def __init__(self) -> None:
+        self.floats = torch.empty(BLOCK)
+        self.sizes = torch.empty(BLOCK)
+        self.fields = torch.empty(BLOCK, dtype=torch.int32)
+        self.bytes = torch.empty(BLOCK, dtype=torch.uint8)
+        self.bits = np.empty(BLOCK, dtype=np.int16)
+        self.truth = np.empty(BLOCK, dtype=bool)
+
+
+scratch = Scratch()
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """All elements in a row, in the order of memory where that needs no copy; of a sparse tensor those it holds."""
+    tensor = tensor.detach()
+    if tensor.is_sparse:
+        return tensor.coalesce().values().reshape(-1)
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(by_stride).reshape(-1)
+
+
+def blocks(row: Tensor) -> Iterator[Tensor]:
+    """A row of numbers as contiguous blocks of FP32, each valid until the next."""
+    for block in (row,) if row.numel() <= BLOCK else row.split(BLOCK):
+        if block.dtype == torch.float32 and block.is_contiguous():
+            yield block
+        else:
+            yield scratch.floats[: block.numel()].copy_(block)
+
+
+def how_many(compare: Any, values: Any, limit: float) -> int:
+    """For how many values of a block a NumPy comparison with a number is true."""
+    return int(np.count_nonzero(compare(values, limit, out=scratch.truth[: len(values)])))

@@ -1,0 +1,242 @@
+"""One step that is looked at: hooks on, everything measured where it lies, and read at once at the end."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as every_module
+from torch.optim import Optimizer
+
+from mptrain.precision.blocks import flat
+from mptrain.watch.modules import tensors
+from mptrain.watch.products import Products
+from mptrain.watch.statistics import Row, Statistics, every, measure, read
+
+if TYPE_CHECKING:
+    from mptrain.watch.hook import Watch
+
+SMALL_UPDATE = 2048.0
+"""A weight this many times its update may keep its value in FP16 (Mixed Precision Training, section 3.1)."""
+
+
+class Collection:
+    """One step that is looked at, from the end of the step before to its own end."""
+
+    def __init__(self, watch: Watch):
+        self.watch = watch
+        self.measured: dict[tuple[str, str, str], list[Row | Statistics]] = {}
+        self.dtypes: dict[tuple[str, str, str], torch.dtype] = {}
+        self.order: dict[str, int] = {}
+        self.scale: Tensor | float | None = None
+        self.closed: set[nn.Parameter] = set()
+        self.before: dict[nn.Parameter, Tensor] = {}
+        self.full: dict[nn.Parameter, Tensor] = {}
+        self.products = Products(watch.models, watch.arithmetic)
+        self.muted = False
+        self.known: dict[int, tuple[weakref.ref[Tensor], int, Row | Statistics]] = {}
+        self.parameters = _parameters(watch)
+        self.handles: list[Any] = [
+            every_module.register_module_forward_pre_hook(_weak(self._enters)),
+            every_module.register_module_forward_hook(_weak(self._leaves)),
+        ]
+        for p in self.parameters:
+            if p.requires_grad:
+                self.handles.append(p.register_post_accumulate_grad_hook(_weak(self._gradient)))
+        for optimizer in watch.optimizers:
+            self.handles.append(optimizer.register_step_pre_hook(_weak(self._steps)))
+        self.handles += self.products.follow()
+        self._finalizer = weakref.finalize(watch, _remove, self.handles)
+
+    def shadow(self, run: Callable[[Any], Any]) -> None:
+        """Counts what native rounding will flush, by a run of the coming batch that nothing else here sees."""
+        self.muted = True
+        try:
+            self.products.shadow(run)
+        finally:
+            self.muted = False
+
+    def detach(self) -> None:
+        _remove(self.handles)
+        self._finalizer.detach()
+
+    # What the hooks do.
+
+    def _add(self, layer: str, kind: str, name: str, tensor: Tensor, replacing: bool = False) -> None:
+        key = layer, kind, name
+        row = self._measured(tensor)
+        if replacing:
+            self.measured[key] = [row]
+        else:
+            self.measured.setdefault(key, []).append(row)
+        self.dtypes[key] = tensor.dtype
+
+    def _measured(self, tensor: Tensor) -> Row | Statistics:
+        """What one layer hands on and another takes, unchanged, is measured once."""
+        known = self.known.get(id(tensor))
+        version = 0 if tensor.is_inference() else tensor._version
+        if known is None or known[0]() is not tensor or known[1] != version:
+            known = weakref.ref(tensor), version, measure(tensor, self.watch.sample)
+            self.known[id(tensor)] = known
+        return known[2]
+
+    def _enters(self, module: nn.Module, inputs: Any) -> None:
+        if (layer := self.watch.names.get(module)) is not None and self._looks():
+            self.order.setdefault(layer, len(self.order))
+            for tensor in tensors(inputs):
+                self._add(layer, "input", "", tensor)
+
+    def _leaves(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if (layer := self.watch.names.get(module)) is None or not self._looks():
+            return
+        for tensor in tensors(output):
+            self._add(layer, "output", "", tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(functools.partial(self._comes_back, layer))
+
+    def _comes_back(self, layer: str, gradient: Tensor) -> None:
+        self._add(layer, "grad_output", "", gradient)
+
+    def _looks(self) -> bool:
+        """Not an evaluation, not a shadow, not the second forward pass of checkpointing within the backward pass."""
+        return torch.is_grad_enabled() and not self.muted and torch._C._current_graph_task_id() == -1
+
+    def _gradient(self, p: nn.Parameter) -> None:
+        if self.muted:
+            return
+        if self.scale is None:
+            self.scale = _scale_of(self.watch.scaler)
+        if p in self.closed or p.grad is None:
+            return
+        layer, name = self.parameters[p]
+        self._add(layer, "grad_weight", name, p.grad, replacing=True)  # the last of several batches holds their sum
+
+    def _steps(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """An optimizer is about to step: later gradients of its parameters belong to others."""
+        for p, mine in _updated(self.watch, optimizer, self.parameters):
+            self.closed.add(mine)
+            low = mine.dtype in (torch.float16, torch.bfloat16) and (p is mine or self.watch.rounded_updates)
+            if low and (gradient := p.grad) is not None and not gradient.is_sparse:
+                moving = every(flat(gradient), self.watch.sample) != 0
+                self.before[mine] = torch.where(moving, every(flat(mine), self.watch.sample), torch.nan)
+            elif p is mine and mine.dtype == torch.float32 and p.grad is not None:
+                self.full[mine] = every(flat(mine), self.watch.sample).clone()
+
+    # The end.
+
+    def end(self, step: int, loss: Tensor | None) -> list[dict[str, Any]]:
+        """Looks at what lives from step to step, detaches, and reads everything at once."""
+        self.detach()
+        watch = self.watch
+        for p, (layer, name) in self.parameters.items():
+            self._add(layer, "weight", name, p)
+        for optimizer in watch.optimizers:
+            for p, mine in _updated(watch, optimizer, self.parameters):
+                layer, name = self.parameters[mine]
+                for key, value in optimizer.state.get(p, {}).items():
+                    if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point():
+                        self._add(layer, "moment", f"{name}.{key}", value)
+        for module, layer in watch.names.items():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    self._add(layer, "buffer", name, buffer)
+        if loss is not None:
+            self._add("", "loss", "", loss)
+        keys = [(key, len(rows)) for key, rows in self.measured.items()]
+        lost = {p: torch.count_nonzero(b == every(flat(p), watch.sample)).double() for p, b in self.before.items()}
+        small = {p: _small_updates(b, every(flat(p), watch.sample)) for p, b in self.full.items()}
+        found = iter(read([row for rows in self.measured.values() for row in rows]))
+        scale = None if self.scale is None else float(self.scale)
+        lost_of, small_of = ({self.parameters[p]: int(n) for p, n in each.items()} for each in (lost, small))
+        rows = []
+        for key, calls in keys:
+            whole = sum((next(found) for _ in range(calls)), Statistics())
+            row = self._row(step, key, calls, whole, scale)
+            if row["kind"] == "weight":
+                row |= {"lost": lost_of.get((key[0], key[2])), "small_updates": small_of.get((key[0], key[2]))}
+            rows.append(row)
+        return rows + self.products.rows(step, scale, self.order)
+
+    def _row(
+        self, step: int, key: tuple[str, str, str], calls: int, s: Statistics, scale: float | None
+    ) -> dict[str, Any]:
+        layer, kind, name = key
+        if kind.startswith("grad_") and scale is not None:
+            s = s.unscaled(scale)
+        first, exponents = s.histogram.bins()
+        plain = ("count", "sampled", "norm", "min", "max", "mean", "abs_mean", "std", "zero", "nan", "inf", "subnormal",
+                 "below", "above")  # fmt: skip
+        return {
+            "step": step,
+            "layer": layer,
+            "order": self.order.get(layer),
+            "kind": kind,
+            "name": name,
+            "dtype": str(self.dtypes[key]).removeprefix("torch."),
+            "calls": calls,
+            "scale": scale,
+            **{n: getattr(s, n) for n in plain},
+            "flushed": None,
+            "lost": None,
+            "small_updates": None,
+            "first_exponent": first,
+            "exponents": exponents,
+        }
+
+
+def _small_updates(before: Tensor, after: Tensor) -> Tensor:
+    """How many weights are over 2048 times what they were moved by; zeros are not."""
+    moved = (after - before).abs_().mul_(SMALL_UPDATE)
+    return torch.count_nonzero(before.abs() > moved).double()
+
+
+def _weak(method: Any) -> Callable[..., None]:
+    """The method, without keeping its object alive: a Watch that is forgotten takes its hooks along."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(*args)
+
+    return call
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def _parameters(watch: Watch) -> dict[nn.Parameter, tuple[str, str]]:
+    """Of the chosen layers, each parameter once."""
+    found: dict[nn.Parameter, tuple[str, str]] = {}
+    for module, layer in watch.names.items():
+        for name, p in module.named_parameters(recurse=False):
+            if p.is_floating_point():
+                found.setdefault(p, (layer, name))
+    return found
+
+
+def _updated(
+    watch: Watch, optimizer: Optimizer, chosen: Mapping[nn.Parameter, Any]
+) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Pairs of what an optimizer updates and the network's parameter: itself, or the one it is a master copy of."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for model in watch.models.values():
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if len(trained) == len(held) and all(a.shape == b.shape for a, b in zip(held, trained, strict=True)):
+            yield from ((a, b) for a, b in zip(held, trained, strict=True) if b in chosen)
+            return
+    yield from ((p, p) for p in held if p in chosen)
+
+
+def _scale_of(scaler: Any) -> Tensor | float | None:
+    """The factor of this step; torch's scaler keeps it on the device, where it stays until all is read."""
+    if scaler is None:
+        return None
+    if hasattr(scaler, "value"):
+        return float(scaler.value)
+    return scaler._scale.clone() if scaler.is_enabled() and scaler._scale is not None else float(scaler.get_scale())
