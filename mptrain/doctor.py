@@ -6,11 +6,8 @@ import argparse
 import importlib
 import importlib.metadata
 import os
-import statistics
 import subprocess
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +113,7 @@ def _modes_table(device: Any, problems: list[str]) -> Any:
     """One row per precision: native or emulated, and the time of a matrix product and of a convolution."""
     from rich.table import Table
 
+    from mptrain import roofline
     from mptrain.precision import hardware
     from mptrain.precision.modes import Precision
 
@@ -130,7 +128,7 @@ def _modes_table(device: Any, problems: list[str]) -> Any:
         backend = precision.backend(device.type)
         try:
             with hardware.tf32(precision.compute == "tf32"):
-                times = [_milliseconds(operation) for operation in _operations(device, precision)]
+                times = [roofline.milliseconds(operation) for operation in _operations(device, precision)]
         except RuntimeError as error:
             problems.append(f"precision={name} does not run here: {str(error).splitlines()[0]}")
             table.add_row(name, "not at all", precision.compute, "", "", "", "", "")
@@ -148,35 +146,16 @@ def _operations(device: Any, precision: Any) -> list[Callable[[], Any]]:
     import torch
     import torch.nn.functional as F
 
+    from mptrain import roofline
     from mptrain.precision.formats import DTYPES
 
     storage = DTYPES[precision.storage]
-    arithmetic = precision.arithmetic(device.type)
     a, b = (torch.randn(SIZE, SIZE, device=device, dtype=storage) for _ in range(2))
     x = torch.randn(16, 32, 32, 32, device=device, dtype=storage)
     w = torch.randn(32, 32, 3, 3, device=device, dtype=storage)
 
-    def under(function: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> None:
-            with torch.no_grad(), arithmetic if precision.compute != "float32" else nullcontext():
-                function()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-
-        return run
-
-    return [under(lambda: F.linear(a, b)), under(lambda: F.conv2d(x, w, padding=1))]
-
-
-def _milliseconds(operation: Callable[[], Any], seconds: float = 0.3) -> float:
-    operation()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 3 or (time.perf_counter() < end and len(times) < 200):
-        start = time.perf_counter()
-        operation()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
+    functions = (lambda: F.linear(a, b)), (lambda: F.conv2d(x, w, padding=1))
+    return [roofline.under(precision, device.type, function) for function in functions]
 
 
 def _data_lines(folders: Sequence[str], problems: list[str]) -> list[str]:

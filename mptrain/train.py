@@ -88,9 +88,14 @@ def _opened(record: Record, config: Config, held: ExitStack) -> dict[str, Any] |
 
 
 class Run:
-    """Everything one run is made of, and the loop over it."""
+    """Everything one run is made of, and the loop over it.
 
-    def __init__(self, config: Config, record: Record, ranks: parallel.Alone | None = None):
+    task: what is trained, if it is there already.
+    """
+
+    def __init__(
+        self, config: Config, record: Record, ranks: parallel.Alone | None = None, task: tasks.Task | None = None
+    ):
         self.config, self.record = config, record
         self.ranks = ranks = ranks or parallel.Alone()
         self.started = datetime.now(UTC)
@@ -101,8 +106,11 @@ class Run:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
         folder = None if config.data_dir is None else Path(config.data_dir).absolute()
-        self.task = tasks.build(config.task.name, DataSpec(config.data, folder, config.seed), **config.task.options)
-        self.models = {name: model.to(self.device) for name, model in self.task.models.items()}
+        spec = DataSpec(config.data, folder, config.seed)
+        self.task = task or tasks.build(config.task.name, spec, **config.task.options)
+        self.models = dict(self.task.models)  # built on the CPU
+        if self.device.type != "cpu":
+            self.models = {name: model.to(self.device) for name, model in self.models.items()}
         self.share_models()
 
         self.precision = config.numbers

@@ -23,6 +23,8 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "process": set(),
     "gpus": set(),
     "memory": set(),
+    "hollow": set(),
+    "roofline": {"gpus", "precision"},
     "config": {"files", "options", "paper", "precision.modes"},
     "optim": {"files", "options"},
     "measure": {"precision", "memory"},
