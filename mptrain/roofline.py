@@ -151,7 +151,10 @@ def this_cpu(precisions: Iterable[Precision] = ()) -> Machine:
     bandwidth = 2 * 4 * STREAM / (milliseconds(lambda: target.copy_(source), 0.2) / 1e3)
     peaks: dict[str, float] = {}
     asked = list(precisions)
-    besides = ["fp32", *(["bf16"] if any(p.compute == "float8" for p in asked) else [])]  # what runs beside the products
+    besides = [
+        "fp32",
+        *(["bf16"] if any(p.compute == "float8" for p in asked) else []),
+    ]  # what runs beside the products
     for precision in (*(Precision.load(name) for name in besides), *asked):
         if precision.compute not in peaks:
             a, b = (torch.randn(SIDE, SIDE, dtype=DTYPES[precision.storage]) for _ in range(2))
