@@ -156,3 +156,24 @@ def test_the_gpu_check_without_a_gpu(monkeypatch, tmp_path, capsys):
 
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
     assert "no CUDA GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_the_emulation_is_exact_and_rounding_after_modules_is_not(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import exactness
+
+    whole = {"100.00 %", ""}
+    for case in exactness.CASES:
+        assert set(exactness.shares(case, "emulated FP16")) <= whole, case
+    assert set(exactness.shares("linear", exactness.MODULES)) == {"100.00 %"}
+    for case in ("residual block", "attention"):  # what happens between modules is not rounded
+        output, inputs, _ = exactness.shares(case, exactness.MODULES)
+        assert output not in whole and inputs not in whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["emulation", "families", "startup"])
+def test_the_other_benchmarks_run(tmp_path, name):
+    quick = {"emulation": ["--steps", 1, "--blocks", 2], "families": ["--blocks", 2, "resnet"]}
+    options = quick.get(name, ["--tries", 1, "--records", "10,100"])
+    assert "| --- |" in run(f"benchmark_{name}.py", *options, "--out", tmp_path / "x.md")
