@@ -89,12 +89,13 @@ class Claim(_Model):
     above: Number | None = None
     below: Number | None = None
     recipes: list[Text] = []  # other recipes whose seeds are pooled with those of this one
+    headline: Text | None = None  # what the paper says, in short: a line of the first table, which claims may share
 
     @model_validator(mode="after")
     def _fits_its_test(self) -> Claim:
         fields = {name: field.default for name, field in type(self).model_fields.items()}
         given = {name for name, default in fields.items() if getattr(self, name) != default} - {"claim", "test", "run"}
-        given.discard("recipes")
+        given -= {"recipes", "headline"}
         if superfluous := sorted(given - TAKES[self.test]):
             raise ValueError(f"test {self.test} takes {', '.join(sorted(TAKES[self.test]))}, not {superfluous[0]}")
         if self.test in ("share", "ratio") and self.above is None and self.below is None:

@@ -90,7 +90,7 @@ def test_runs_once_and_the_verdict_follows_from_the_csv(tiny):
     first = summaries(runs)
     assert len(first) == 4 and not list(runs.glob("*/checkpoints"))
     names = {"all", "claims", "reproduced"}
-    expected = {f"{name}.{kind}" for name in names for kind in ("csv", "md")} | {"seeds.csv"}
+    expected = {f"{name}.{kind}" for name in names for kind in ("csv", "md")} | {"seeds.csv", "first_screen.md"}
     assert {path.name for path in tables.iterdir()} == expected
     seeds = {(line["run"], int(line["seed"])): float(line["value"]) for line in lines(tables / "seeds.csv")}
     shift = np.array([seeds["fp16", seed] - seeds["fp32", seed] for seed in (0, 1)])

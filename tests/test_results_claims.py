@@ -95,6 +95,20 @@ def test_equal_within_the_spread_of_seeds(judge, fp16, fp32, expected):
     assert "within one standard deviation over the seeds of fp32" in found.test
 
 
+@pytest.mark.parametrize("made", [True, False])
+def test_seeds_of_several_recipes_are_pooled_and_all_have_to_be_there(judge, made):
+    alexnet = {"recipe": "alexnet", "key": {**summary()["key"], "recipe": "alexnet"}}
+    other = {(name, seed): alexnet for name in ("fp32", "fp16") for seed in (3, 4, 5)}
+    claim = {"test": "equal", "run": "fp16", "within": 0.01, "recipes": ["alexnet"]}
+    seeds = 6 if made else 3
+    found = judge(claim, more=other, fp32=[*FP32, 0.70, 0.71, 0.72][:seeds], fp16=[*FP16, 0.701, 0.71, 0.719][:seeds])
+    assert found.verdict == (SHOWS if made else UNDECIDED) and found.seeds == seeds
+    assert ("not run: alexnet" in found.numbers) == (not made)
+    if made:
+        shift = np.subtract([*FP16, 0.701, 0.71, 0.719], [*FP32, 0.70, 0.71, 0.72])
+        assert found.number == pytest.approx(shift.mean()) and "6 pairs of 2 recipes" in found.numbers
+
+
 @pytest.mark.parametrize(
     ("fp16", "by", "expected"),
     [

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from test_results_table import fp16, put, summary
 
 from mptrain.paper import Paper
 from mptrain.results import claims, reproduced
+from mptrain.results.claims import Verdict
+from mptrain.results.first_screen import first_screen_block, here
 from mptrain.results.reproduced import write_tables
 from mptrain.results.runs import find_runs
 
@@ -23,13 +26,26 @@ PAPER = {
         "bf16": {"precision": "bf16"},
     },
     "claims": [
-        {"claim": "Scaled FP16 equals FP32.", "test": "equal", "run": "scaled"},
+        {"claim": "Scaled FP16 equals FP32.", "test": "equal", "run": "scaled", "headline": "table 1: a scale helps"},
         {"claim": "Unscaled FP16 is lost.", "test": "worse", "run": "fp16", "by": 0.1},
-        {"claim": "Unscaled FP16 diverges.", "test": "diverges", "run": "fp16"},
-        {"claim": "FP16 halves memory.", "test": "ratio", "run": "scaled", "of": "memory", "below": 0.6},
-        {"claim": "BF16 is as good.", "test": "not_worse", "run": "bf16"},
+        {"claim": "Unscaled FP16 diverges.", "test": "diverges", "run": "fp16", "headline": "table 1: a scale helps"},
+        {"claim": "FP16 halves memory.", "test": "ratio", "run": "scaled", "of": "memory", "below": 0.6,
+         "headline": "section 3: memory is halved"},
+        {"claim": "BF16 is as good.", "test": "not_worse", "run": "bf16", "headline": "article: BF16"},
+        {"claim": "Scaling skips.", "test": "share", "run": "scaled", "of": "skipped", "above": 0.001,
+         "headline": "figure 1: steps are skipped"},
     ],
-}
+}  # fmt: skip
+
+FIRST_SCREEN = """\
+| paper | here (interval) | verdict |
+| --- | --- | --- |
+| table 1: a scale helps | scaled 0.8838, fp32 0.8840 top1: difference -0.0002 (-0.00155 to 0.00115); \
+fp16: 1 of 2 seeds diverged | shows; undecided |
+| figure 1: steps are skipped | scaled: 0 % skipped | not at this size |
+| section 3: memory is halved | scaled 60.00, fp32 120.0 MiB: ratio 0.5 | shows |
+| article: BF16 | bf16: not run | not run |
+"""
 
 REPRODUCED = """\
 ## Paper and here
@@ -40,7 +56,7 @@ Small networks on small data: what compares with the paper is the difference bet
 | paper (recipe) | run | paper (metric) | here (± sd, seeds) | metric here | beside FP32 here |
 | --- | --- | ---: | ---: | --- | --- |
 | table 1 resnet | fp32 | 75.92 top-1, % | 0.884 ± 0.002, n=3 | top1 |  |
-| table 1 resnet | fp16 | diverges top-1, % | 0.71 n=1 | top1 | 1/2 diverged |
+| table 1 resnet | fp16 | diverges | 0.71 n=1 | top1 | 1/2 diverged |
 | table 1 resnet | scaled | 76.04 top-1, % | 0.8838 ± 0.0017, n=3 | top1 | equal (within 0.01) |
 """
 
@@ -52,10 +68,12 @@ difference over 3 pairs: -0.0002, 90 % interval -0.0015 to 0.0011; 1 folder with
 | table 1 resnet | Unscaled FP16 is lost. | undecided | fp16 0.7100 (n=1), 1/2 diverged; fp32 0.8840 ± 0.0020 (n=3); \
 loss over 1 pair: 0.1740 |
 | table 1 resnet | Unscaled FP16 diverges. | undecided | fp16 0.7100 (n=1), 1/2 diverged; fp32 0.8840 ± 0.0020 (n=3) |
-| table 1 resnet | FP16 halves memory. | shows | scaled 60.00 ± 0 (n=3); fp32 120.0 ± 0 (n=3); \
+| table 1 resnet | FP16 halves memory. | shows | scaled 60.00 MiB (n=3); fp32 120.0 MiB (n=3); \
 ratio over 3 pairs: 0.5000; 1 folder without a result |
 | table 1 resnet | BF16 is as good. | not run | no result of bf16 of resnet that may be compared \
 (3 differ in settings, length or device) |
+| table 1 resnet | Scaling skips. | not at this size | scaled 0 ± 0 (n=3); mean over 3 seeds: 0, 95 % interval 0 to 0; \
+1 folder without a result |
 """
 
 
@@ -94,6 +112,11 @@ def test_claims_to_the_letter(tables):
     assert found[found.index("| paper") :] == CLAIMS
 
 
+def test_first_screen_to_the_letter(tables):
+    found = text(tables / "first_screen.md")
+    assert found[found.index("| paper") :] == FIRST_SCREEN
+
+
 def test_three_verdicts_by_hand_from_the_seeds(tables):
     with open(tables / "seeds.csv", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
@@ -115,3 +138,36 @@ def test_three_verdicts_by_hand_from_the_seeds(tables):
 
     status = [line["status"] for line in lines if line["run"] == "fp16"]
     assert 0 < status.count("diverged") < len(status) and verdict["Unscaled FP16 diverges."]["verdict"] == "undecided"
+
+
+def verdict_of(**changes):
+    """A line of claims.csv; shares of an interval of 95 % over three seeds unless changed."""
+    line = {f.name: None for f in fields(Verdict)} | {"headline": "x", "run": "a", "against": "b", "verdict": "shows"}
+    return Verdict(**{**line, "seeds": 3, "what": "share", "number": 0.12345, "low": 0.1, "high": 0.2, "metric": "",
+                      **changes})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantity": "watch.grad_weight.tiny"}, "a: 12.3 % (10 % to 20 %) below 2^-24"),
+        ({"quantity": "counts.grad_input.flushed", "what": "ratio", "mean": 0.1, "mean_against": 0.81},
+         "a 10 %, b 81 % flushed: ratio 0.123 (0.1 to 0.2)"),
+        ({"quantity": "memory.weights", "what": "ratio", "number": 1.5, "low": 1.5, "high": 1.5, "mean": 6.0,
+          "mean_against": 4.0}, "a 6.000, b 4.000 MiB of weights: ratio 1.5"),
+        ({"quantity": "metric", "metric": "top1", "what": "difference", "seeds": 18},
+         "a against b, 18 pairs of several recipes, top1: difference 0.123 (0.1 to 0.2)"),
+        ({"quantity": "metric", "metric": "top1", "what": "loss", "seeds": 1, "low": None, "high": None, "mean": 0.5,
+          "mean_against": 0.6}, "a 0.5000, b 0.6000 top1: loss 0.123 (n=1)"),
+        ({"what": "", "number": None, "diverged": 2, "made": 3}, "a: 2 of 3 seeds diverged"),
+        ({"verdict": "not run"}, "a: not run"),
+    ],
+)  # fmt: skip
+def test_what_came_out_here_in_words(changes, words):
+    assert here(verdict_of(**changes)) == words
+
+
+def test_lines_of_the_first_screen_are_ordered_as_in_the_paper():
+    headlines = ["stability article: x", "section 3", "figure 2", "table 2", "table 1"]
+    block = first_screen_block([verdict_of(headline=each, quantity="skipped") for each in ["", *headlines]], "made")
+    assert [cells[0].main for cells in block.cells] == ["table 1", "table 2", "figure 2", "section 3", headlines[0]]

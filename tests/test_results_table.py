@@ -23,6 +23,7 @@ from mptrain.results.compare import compare
 from mptrain.results.csvfile import read_csv, write_csv
 from mptrain.results.row import Row, table_of
 from mptrain.results.runs import Excluded, Run, find_runs
+from mptrain.results.shared import side_by_side
 from mptrain.results.statistics import InconsistentStatistics
 from mptrain.results.summary import LARGEST_SUMMARY
 from mptrain.results.table import build_table
@@ -57,7 +58,6 @@ def summary(**changes):
             "tf32": {"matmul": "ieee", "conv": "ieee", "rnn": "ieee"},
         },
         "eval_precision": "fp32",
-        "started": "2026-01-01T00:00:00+00:00",
         "finished": "2026-01-01T00:01:00+00:00",
         "wall_s": 31.2,
         "key": {
@@ -311,6 +311,41 @@ def test_memory_measured_in_two_ways_has_no_ratio(tmp_path):
     assert row(found, "fp16", "8").memory_ratio is None
 
 
+@pytest.mark.parametrize(
+    ("device", "minute", "beside", "ratios"),
+    [
+        ("cpu", 1, [0, 0], [1.0, 0.9]),  # one after the other
+        ("cpu", 0, [1, 1], [None, None]),
+        ("cuda", 0, [0, 0], [1.0, 0.9]),  # each had its own GPU
+    ],
+)
+def test_runs_that_shared_their_cpus_have_no_throughput_ratio(tmp_path, device, minute, beside, ratios):
+    def at(minutes):
+        return f"2026-01-01T00:{minutes:02}:30+00:00"
+
+    first = summary(device=device, started=at(0), finished=at(1))
+    second = fp16(device=device, started=at(minute), finished=at(minute + 1), throughput={"value": 1800.0})
+    found = table(first, second, folder=tmp_path)
+    (group,) = found.groups
+    assert [row.beside for row in group.rows] == beside
+    assert [row.throughput_ratio for row in group.rows] == ratios
+    told = "2 of 2 runs shared their CPUs with another run: their throughput has no ratio"
+    assert (told in document_of(found).blocks[0].notes) == (sum(beside) == 2)
+
+
+def test_side_by_side_is_told_of_long_runs_around_short_ones(tmp_path):
+    def run(name, start, end):
+        at = [f"2026-01-01T00:{minute:02}:00+00:00" for minute in (start, end)]
+        put(tmp_path / name, summary(seed=start, started=at[0], finished=at[1]))
+
+    run("long", 0, 9), run("within", 2, 3), run("also", 5, 6), run("after", 9, 12), run("alone", 20, 21)
+    assert {folder.rpartition("/")[2] for folder in side_by_side(find_runs([tmp_path])[0])} == {
+        "long",
+        "within",
+        "also",
+    }
+
+
 def test_another_baseline(tmp_path):
     records = [summary(), fp16(metric={"value": 0.9}), summary(precision="bf16", metric={"value": 0.8})]
     found = table(*records, baseline="bf16", folder=tmp_path)
@@ -532,6 +567,11 @@ def test_two_folders_of_different_commits_stay_apart_and_pair_up(tmp_path, capsy
         ((None, 0.880, 0.888), {}, "1/3 diverged"),
         ((None, None), {}, "2/2 diverged"),
         ((0.884, 0.880, 0.888), {"throughput": {"value": 1500.0}}, "slower: 0.75x"),
+        (
+            (0.884, 0.880, 0.888),
+            {"throughput": {"value": 1500.0}, "started": "2026-01-01T00:00:30+00:00"},
+            "",
+        ),  # shared
         ((0.884, 0.880, 0.888), {"throughput": {"value": 1700.0}}, ""),
         ((0.884, 0.880, 0.888), {"memory": {"peak_mib": 132.0}}, "more memory: 1.10x"),
         ((0.884, 0.880, 0.888), {"throughput": {"value": 1500.0}, "environment": {"device_name": "Arm"}}, ""),

@@ -5,7 +5,8 @@ and scale too. A row of one folder that has no partner in the other is listed.
 
 The second folder is what is judged. A pair is marked as a regression if seeds diverge that did not; if the metric is
 worse and the 95 % interval of the difference (Welch) excludes zero, or, where one seed tells no noise, if it is worse
-by more than the task's margin; and, on the same device, if it is a fifth slower or takes a twentieth more memory.
+by more than the task's margin; and, on the same device, if it takes a twentieth more memory, or is a fifth slower
+where no other run shared its CPUs.
 """
 
 import json
@@ -119,7 +120,8 @@ def _regressions(one: Row, two: Row) -> list[str]:
     if (loss := _loss(one, two)) is not None:
         found.append(f"worse by {loss:.{decimals(one.margin)}f}")
     if one.device_name == two.device_name:
-        speed = _quotient(two.throughput, one.throughput) if one.throughput_unit == two.throughput_unit else None
+        timed = one.throughput_unit == two.throughput_unit and not one.beside and not two.beside
+        speed = _quotient(two.throughput, one.throughput) if timed else None
         memory = _quotient(two.memory_mib, one.memory_mib) if one.memory_how == two.memory_how else None
         found += [f"slower: {ratio(speed)}"] if speed is not None and speed < SLOWER else []
         found += [f"more memory: {ratio(memory)}"] if memory is not None and memory > LARGER else []

@@ -82,7 +82,7 @@ def _throughput(row: Row, show_unit: bool) -> Cell:
     if row.throughput is None:
         return Cell(MISSING, tone="quiet")
     unit = f" {row.throughput_unit}" if show_unit else ""
-    return Cell(f"{significant(row.throughput)}{unit}", ratio(row.throughput_ratio))
+    return Cell(f"{significant(row.throughput)}{unit}", "shared" if row.beside else ratio(row.throughput_ratio))
 
 
 def _memory(row: Row) -> Cell:

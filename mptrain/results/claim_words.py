@@ -5,7 +5,7 @@ import statistics
 from mptrain.paper import Claim
 from mptrain.results.cells import significant
 from mptrain.results.named import Named
-from mptrain.results.quantities import quantity
+from mptrain.results.quantities import EXACT, quantity
 from mptrain.results.runs import Run
 from mptrain.results.statistics import Estimate, decimals
 
@@ -25,22 +25,28 @@ def numbers(claim: Claim, present: dict[str, Named], told: Estimate | None, firs
         parts += [_side(name, claim, named, digits) for name in dict.fromkeys(claim.runs)]
     if told is None or claim.test == "diverges":
         return parts
-    what = {"ratio": "ratio", "share": "mean"}.get(claim.test, "loss" if claim.test != "equal" else "difference")
     over = ("seed" if claim.test == "share" else "pair") + ("s" if told.n > 1 else "")
     pooled = f" of {len(present)} recipes ({', '.join(present)})" if len(present) > 1 else ""
-    text = f"{what} over {told.n} {over}{pooled}: {_digits(told.mean, digits)}"
+    name = "mean" if claim.test == "share" else what(claim)
+    text = f"{name} over {told.n} {over}{pooled}: {_digits(told.mean, digits)}"
     interval = told.narrow if level(claim) == 90 else told.wide
-    if interval is not None and interval[0] != interval[1]:
+    if interval is not None and claim.of not in EXACT:
         text += f", {level(claim)} % interval {_digits(interval[0], digits)} to {_digits(interval[1], digits)}"
     return [*parts, text]
+
+
+def what(claim: Claim) -> str:
+    """What the number of a claim is."""
+    return {"ratio": "ratio", "share": "share", "equal": "difference"}.get(claim.test, "loss")
 
 
 def _side(name: str, claim: Claim, named: Named, digits: int | None) -> str:
     runs = list(named.runs[name].values())
     diverged = sum(run.status == "diverged" for run in runs)
     values = [value for run in runs if (value := quantity(run, claim.of)) is not None]
-    spread = f" ± {_digits(statistics.stdev(values), digits)}" if len(values) > 1 else ""
-    mean = f"{_digits(statistics.mean(values), digits)}{spread} (n={len(values)})" if values else ""
+    spread = f" ± {_digits(statistics.stdev(values), digits)}" if len(values) > 1 and claim.of not in EXACT else ""
+    unit = " MiB" if claim.of in EXACT else ""
+    mean = f"{_digits(statistics.mean(values), digits)}{unit}{spread} (n={len(values)})" if values else ""
     return f"{name} " + ", ".join(filter(None, [mean, f"{diverged}/{len(runs)} diverged" if diverged else ""]))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mptrain import files
 from mptrain.paper import Claim, Paper, paper_of
-from mptrain.results.claim_words import in_words, level, missing, notes, numbers
+from mptrain.results.claim_words import in_words, level, missing, notes, numbers, what
 from mptrain.results.named import Named, Records, named_runs
 from mptrain.results.quantities import EXACT, quantity
 from mptrain.results.runs import Excluded, Run, find_runs
@@ -50,6 +50,12 @@ class Verdict:
     steps: int | None
     device: str
     folders: str  # separated by " | "
+    headline: str  # what the paper says, in short
+    what: str  # what the number is: difference | loss | ratio | share
+    metric: str  # of the recipe, where the quantity is its metric
+    mean: float | None  # of the quantity over the seeds that both sides have; None of several recipes
+    mean_against: float | None
+    made: int  # seeds of `run` that have a result, diverged ones included
 
 
 def verdicts(folders: Iterable[Path | str]) -> list[Verdict]:
@@ -78,6 +84,8 @@ def _verdict(recipe: str, claim: Claim, found: Records) -> Verdict:
     if claim.test == "ratio" and told is not None:
         told = _exponential(told)
     verdict = _decided(claim, present, told, region, first.margin)
+    if verdict == SHOWS and len(present) < len(members):
+        verdict = UNDECIDED  # of six networks that were claimed to be equal, some were not run
     if verdict == NOT_AT_THIS_SIZE and recipe.endswith("_paper"):
         verdict = DOES_NOT_SHOW
     text = "; ".join([*numbers(claim, present, told, first), *notes(claim, members)])
@@ -188,6 +196,7 @@ def _line(
     runs = [run for named in members.values() for run in named.all]
     interval = None if told is None else told.narrow if level(claim) == 90 else told.wide
     own = [run for named in members.values() for run in named.runs[claim.run].values()]
+    means = _means(claim, members)
     return Verdict(
         recipe=recipe,
         where=paper.where or "",
@@ -209,4 +218,21 @@ def _line(
         steps=int(runs[0].key["steps"] or 0) if runs else None,
         device=runs[0].device_name if runs else "",
         folders=" | ".join(run.folder for run in runs),
+        headline=claim.headline or "",
+        what="" if claim.test == "diverges" else what(claim),
+        metric=own[0].metric if own and claim.of == "metric" else "",
+        mean=means[0],
+        mean_against=means[1],
+        made=len(own),
     )
+
+
+def _means(claim: Claim, members: dict[str, Named]) -> tuple[float, float] | tuple[None, None]:
+    """Of both sides, over the pairs that the number is made of."""
+    if len(members) != 1 or claim.test == "share":
+        return None, None
+    (named,) = members.values()
+    sides = [named.runs[name] for name in (claim.run, claim.against)]
+    both = [[quantity(side[seed], claim.of) for side in sides] for seed in sides[0].keys() & sides[1].keys()]
+    pairs = [(one, other) for one, other in both if one is not None and other is not None]
+    return (statistics.mean(p[0] for p in pairs), statistics.mean(p[1] for p in pairs)) if pairs else (None, None)

@@ -31,12 +31,13 @@ how to read it:
   minus fp32  mean difference paired by seed, with its 95 % confidence interval (paired t)
   verdict     equal: shown to lie within the margin (two one-sided tests, 5 %); better or worse: the interval
               excludes zero; undecided: neither is shown, and more seeds are needed
-  ratio       throughput or peak memory over that of FP32; n/a where one of the two was not measured
+  ratio       throughput or peak memory over that of FP32; n/a where one of the two was not measured; shared where
+              another run had the same CPUs meanwhile, so that its throughput says little
   arithmetic  native or emulated, and the dtypes of matrix products, softmax, norms and loss
 
   regression  with --between: what is worse in the second folder, beyond noise: more seeds diverged; a worse metric
               whose 95 % interval excludes zero (with one seed: by more than the task's margin); on the same device
-              a fifth slower, or a twentieth more memory
+              a twentieth more memory, or, of runs that shared no CPUs, a fifth slower
 
 exit status: 0 with a table; 1 if there is nothing to compare or a folder cannot be read; 2 for a wrong option;
 3 if --between marks a regression"""

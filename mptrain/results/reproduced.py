@@ -13,11 +13,13 @@ from mptrain.paper import Paper, paper_of
 from mptrain.results.claims import NOT_AT_THIS_SIZE, SHOWS, UNDECIDED, Verdict, verdicts_of
 from mptrain.results.csvfile import write_csv
 from mptrain.results.document import Block, Cell, Column, Document, Tone
+from mptrain.results.first_screen import first_screen_block
 from mptrain.results.markdown import markdown
 from mptrain.results.named import Named, Records, named_runs
 from mptrain.results.quantities import quantity
 from mptrain.results.row import Row
 from mptrain.results.runs import Excluded, Run
+from mptrain.results.shared import side_by_side
 from mptrain.results.statistics import decimals, paired_difference, verdict
 from mptrain.results.summary import clean
 from mptrain.results.table import build_table
@@ -71,7 +73,7 @@ class Printed:
 
 
 def write_tables(folder: Path, runs: list[Run], excluded: list[Excluded], recipes: list[str]) -> list[Path]:
-    """Writes all.*, reproduced.*, claims.* (csv and md) and seeds.csv; returns their paths."""
+    """Writes all.*, reproduced.*, claims.* (csv and md), first_screen.md and seeds.csv; returns their paths."""
     found = Records(runs, excluded)
     table = build_table(runs, excluded)
     lines, claims = printed(recipes, found), verdicts_of(runs, excluded, recipes)
@@ -82,6 +84,7 @@ def write_tables(folder: Path, runs: list[Run], excluded: list[Excluded], recipe
         "reproduced.md": markdown(Document([printed_block(lines, made(runs))])),
         "claims.csv": write_csv(claims, Verdict),
         "claims.md": markdown(Document([claims_block(claims, made(runs))])),
+        "first_screen.md": markdown(Document([first_screen_block(claims, made(runs))])),
         "seeds.csv": write_csv(seeds(recipes, found), Seed),
     }
     try:
@@ -192,7 +195,8 @@ def made(runs: list[Run]) -> str:
     days = sorted({run.finished.date().isoformat() for run in runs})
     hours = sum(quantity(run, "seconds") or 0.0 for run in runs) / 3600
     finished = " to ".join(dict.fromkeys((days[0], days[-1])))
-    took = f"{len(runs)} runs that took {hours:.1f} hours in all, finished {finished}"
+    beside = ", side by side" if side_by_side(runs) else ""
+    took = f"{len(runs)} runs that took {hours:.1f} hours in all{beside}, finished {finished}"
     return clean(f"{took}, device {devices}, torch {versions}, commit {commits}.")
 
 
@@ -240,7 +244,7 @@ def printed_block(lines: list[Printed], made: str) -> Block:
         [
             Cell(each.where, each.recipe),
             Cell(each.run),
-            Cell(each.printed, each.paper_metric if each.printed else ""),
+            Cell(each.printed, each.paper_metric if _is_number(each.printed) else ""),
             _here(each),
             Cell(each.metric),
             Cell(each.beside_fp32),
@@ -249,6 +253,14 @@ def printed_block(lines: list[Printed], made: str) -> Block:
     ]
     about = "Small networks on small data: what compares with the paper is the difference between runs, not the score."
     return Block("Paper and here", [about, made], columns, cells, [])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _here(line: Printed) -> Cell:

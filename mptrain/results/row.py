@@ -53,6 +53,7 @@ class Row:
     throughput: float | None = None
     throughput_unit: str = ""
     throughput_ratio: float | None = None
+    beside: int | None = None  # seeds that were made while another run had the same CPUs
     memory_mib: float | None = None
     memory_how: str = ""
     memory_ratio: float | None = None

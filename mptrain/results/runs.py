@@ -54,6 +54,7 @@ class Run:
     eval_precision: str
     finished: datetime
     key: dict[str, str | int | float | bool | None]
+    started: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,7 @@ def _check(summary: Any, folder: str, source: str) -> Run:
         eval_precision=record.text("eval_precision"),
         finished=record.moment("finished"),
         key=record.inner("key").scalars(),
+        started=record.moment("started") if record.mapping.get("started") else None,
     )
     _check_sense(run, environment)
     return run

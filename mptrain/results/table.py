@@ -14,6 +14,7 @@ from typing import Any
 
 from mptrain.results.row import BASELINE, EXCLUDED, NO_BASELINE, RESULT, Group, Row, Table
 from mptrain.results.runs import Excluded, Run
+from mptrain.results.shared import side_by_side
 from mptrain.results.statistics import Difference, decimals, paired_difference, spread, verdict
 from mptrain.results.summary import clean
 
@@ -23,10 +24,11 @@ PRECISION_ORDER = ("fp32", "tf32", "bf16", "fp16")
 def build_table(runs: list[Run], excluded: list[Excluded], baseline: str = "fp32") -> Table:
     """Group the runs, set aside duplicates, and compare each row with the baseline precision's row in its group."""
     groups, listed = [], list(excluded)
+    shared = side_by_side(runs)
     for identity, members in _groups(runs):
         kept, duplicates = _newest_of_each(members)
         listed.extend(duplicates)
-        groups.append(Group(_rows(identity, kept, baseline)))
+        groups.append(Group(_rows(identity, kept, baseline, shared)))
     groups.sort(key=lambda group: _group_order(group.key))
     return Table(groups, [_excluded_row(each) for each in sorted(listed, key=lambda each: (each.folder, each.reason))])
 
@@ -82,13 +84,13 @@ def _newest_of_each(runs: list[Run]) -> tuple[list[Run], list[Excluded]]:
     return list(newest.values()), duplicates
 
 
-def _rows(identity: dict[str, Any], runs: list[Run], baseline: str) -> list[Row]:
+def _rows(identity: dict[str, Any], runs: list[Run], baseline: str, shared: set[str]) -> list[Row]:
     by_row: dict[tuple[str, ...], list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: run.seed):
         by_row[_how(run)].append(run)
     ordered = sorted(by_row.values(), key=lambda members: _row_order(members[0]))
     reference = _baseline(ordered, baseline)
-    return [_row(identity, members, reference, baseline) for members in ordered]
+    return [_row(identity, members, reference, baseline, shared) for members in ordered]
 
 
 def _baseline(rows: list[list[Run]], precision: str) -> list[Run] | None:
@@ -102,7 +104,9 @@ def _baseline(rows: list[list[Run]], precision: str) -> list[Run] | None:
     return candidates[0] if len(candidates) == 1 and precision != "fp32" else None
 
 
-def _row(identity: dict[str, Any], runs: list[Run], reference: list[Run] | None, baseline: str) -> Row:
+def _row(
+    identity: dict[str, Any], runs: list[Run], reference: list[Run] | None, baseline: str, shared: set[str]
+) -> Row:
     first = runs[0]
     values = _values(runs)
     diverged = [run for run in runs if run.status == "diverged"]
@@ -111,6 +115,7 @@ def _row(identity: dict[str, Any], runs: list[Run], reference: list[Run] | None,
     if reference is not None and reference is not runs:
         delta = paired_difference(values, _values(reference), first.margin)
     speed, memory = _throughput(runs), _memory(runs)
+    alone = not any(run.folder in shared for run in [*runs, *(reference or [])])
     final_scales = [run.final_scale for run in runs if run.final_scale is not None]
     key = json.dumps(identity, ensure_ascii=False)
     return Row(
@@ -139,7 +144,8 @@ def _row(identity: dict[str, Any], runs: list[Run], reference: list[Run] | None,
         verdict=_verdict(runs, values, reference, delta),
         throughput=speed[0],
         throughput_unit=speed[1],
-        throughput_ratio=_ratio(speed, _throughput(reference or [])),
+        throughput_ratio=_ratio(speed, _throughput(reference or [])) if alone else None,
+        beside=sum(run.folder in shared for run in runs),
         memory_mib=memory[0],
         memory_how=memory[1],
         memory_ratio=_ratio(memory, _memory(reference or [])),

@@ -57,6 +57,9 @@ def group_notes(group: Group) -> list[str]:
         wanted = group.rows[0].baseline
         name = "FP32" if wanted == "fp32" else wanted
         lines.append(f"no {name} baseline with this key: delta empty ({' | '.join(row.folders for row in group.rows)})")
+    if beside := sum(row.beside or 0 for row in group.rows):
+        of = sum((row.finished or 0) + (row.diverged or 0) for row in group.rows)
+        lines.append(f"{beside} of {of} runs shared their CPUs with another run: their throughput has no ratio")
     for row in group.rows:
         if row.diverged:
             lines.append(f"{_name(row)}: {row.status}: {row.reason}")

@@ -1,0 +1,70 @@
+"""The table that a reader sees first: what the paper says, what came out here, and the verdict.
+
+It is made of the claims that have a `headline`; those that share one share its line. All of it stands in claims.csv.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from mptrain.results.cells import significant
+from mptrain.results.claims import DOES_NOT_SHOW, NOT_AT_THIS_SIZE, NOT_RUN, SHOWS, Verdict
+from mptrain.results.document import Block, Cell, Column, Tone
+
+UNITS = {"memory": "MiB", "memory.weights": "MiB of weights", "small": "small updates", "tiny": "below 2^-24"}
+TONES: dict[str, Tone] = {SHOWS: "good", NOT_AT_THIS_SIZE: "bad", DOES_NOT_SHOW: "bad"}
+
+
+def first_screen_block(claims: Sequence[Verdict], made: str) -> Block:
+    """One line for each headline: tables, figures, sections, then what is not in the paper."""
+    together: dict[str, list[Verdict]] = defaultdict(list)
+    for claim in claims:
+        if claim.headline:
+            together[claim.headline].append(claim)
+    cells = [[Cell(headline), *_line(members)] for headline, members in sorted(together.items(), key=_order)]
+    columns = [Column("paper", least=30), Column("here", "interval", least=30), Column("verdict", least=10)]
+    about = "Small networks on small data: what compares with the paper is the difference between two runs."
+    return Block("The paper, and here", [about, made], columns, cells, [])
+
+
+def _order(line: tuple[str, list[Verdict]]) -> tuple[int, str]:
+    places = ("table", "figure", "section")
+    first = line[0].split(" ")[0]
+    return (places.index(first) if first in places else len(places)), line[0]
+
+
+def _line(members: list[Verdict]) -> list[Cell]:
+    words = [each.verdict for each in members]
+    alike = len(set(words)) == 1
+    verdict = Cell(words[0], tone=TONES.get(words[0], "plain")) if alike else Cell("; ".join(words))
+    return [Cell("; ".join(map(here, members))), verdict]
+
+
+def here(claim: Verdict) -> str:
+    """Both sides and the number that decides: "fp16 0.0671, fp32 0.146 mAP50: ratio 0.458 (0.401 to 0.523)"."""
+    if claim.verdict == NOT_RUN:
+        return f"{claim.run}: not run"
+    if claim.what == "" or claim.number is None:
+        return f"{claim.run}: {claim.diverged} of {claim.made} seeds diverged"
+    percent = claim.quantity.startswith(("counts.", "watch.", "skipped"))
+    name = claim.quantity.rpartition(".")[2] if percent else claim.quantity
+    unit = claim.metric or UNITS.get(name, name)
+    if claim.what == "share":
+        return f"{claim.run}: {_interval(claim, percent)} {unit}"
+    decides = f"{claim.what} {_interval(claim, percent and claim.what != 'ratio')}"
+    if claim.mean is None or claim.mean_against is None:
+        return f"{claim.run} against {claim.against}, {claim.seeds} pairs of several recipes, {unit}: {decides}"
+    own, other = (_digits(x, percent) if percent else significant(x) for x in (claim.mean, claim.mean_against))
+    return f"{claim.run} {own}, {claim.against} {other} {unit}: {decides}"
+
+
+def _interval(claim: Verdict, percent: bool) -> str:
+    assert claim.number is not None
+    text = _digits(claim.number, percent)
+    if claim.low is None or claim.high is None or claim.seeds < 2:
+        return f"{text} (n=1)" if claim.seeds < 2 and claim.low is None else text
+    low, high = _digits(claim.low, percent), _digits(claim.high, percent)
+    return text if low == high else f"{text} ({low} to {high})"
+
+
+def _digits(value: float, percent: bool) -> str:
+    return f"{100 * value:.3g} %" if percent else f"{value:.3g}"
