@@ -40,8 +40,8 @@ def config(argv: Sequence[str]) -> Config:
 
 
 def typed(values: dict[str, Any], before: Mapping[str, Any] | None = None) -> Config:
-    """A composed configuration as a Config, with the data's folder made absolute."""
-    if isinstance(folder := values.get("data_dir"), str) and folder:
+    """A composed configuration as a Config, with the data's folder made absolute; hub:NAME is none."""
+    if isinstance(folder := values.get("data_dir"), str) and folder and not folder.startswith("hub:"):
         values["data_dir"] = str(Path(folder).expanduser().absolute())
     return check(values, before)
 

@@ -105,7 +105,7 @@ class Run:
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-        folder = None if config.data_dir is None else Path(config.data_dir).absolute()
+        folder = None if config.data_dir is None else Path(config.data_dir)
         spec = DataSpec(config.data, folder, config.seed)
         self.task = task or tasks.build(config.task.name, spec, **config.task.options)
         self.models = dict(self.task.models)  # built on the CPU

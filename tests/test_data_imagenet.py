@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from mptrain import compose
 from mptrain.data import imagenet, images
 from mptrain.data.dataset import BatchKey, DataSpec, batches
 from mptrain.errors import UserError
@@ -165,6 +166,18 @@ def test_parquet_files_are_read_through_datasets(saved) -> None:
     expected = imagenet.cut(photo(seed=1), SIZE, "none", None)
     levels = pictures[1] * torch.tensor(imagenet.STD).view(3, 1, 1) + torch.tensor(imagenet.MEAN).view(3, 1, 1)
     assert torch.allclose(levels, v2.functional.pil_to_tensor(expected) / 255, atol=1e-5)
+
+
+def test_a_name_on_the_hub_reaches_datasets_as_it_was_typed(saved, tmp_path, monkeypatch) -> None:
+    (tmp_path / "owner").mkdir()
+    saved.rename(tmp_path / "owner/set")  # `datasets` looks for owner/set here before it asks the hub
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = compose.config(["+recipe=resnet50_paper", "data_dir=hub:owner/set"])
+    assert config.data_dir == "hub:owner/set"
+    assert len(load(config.data_dir)) == 4
+    with pytest.raises(UserError, match="data_dir=hub:owner/other cannot be loaded"):
+        load("hub:owner/other")
 
 
 def test_a_saved_dataset_dict_is_read_and_its_corrupt_row_named(saved, tmp_path) -> None:

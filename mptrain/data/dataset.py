@@ -24,7 +24,7 @@ class DataSpec:
     name: str
     """`data=fashion`"""
     folder: Path | None = None
-    """`data_dir=/path`; None for embedded and synthetic data"""
+    """`data_dir=/path` (or hub:NAME, where a data set can be a name); None for embedded and synthetic data"""
     seed: int = 0
     """for synthetic data and for splits made by chance"""
 

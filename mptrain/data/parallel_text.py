@@ -157,7 +157,7 @@ def homeassistant(spec: DataSpec, source: str, target: str) -> tuple[str, Pairs,
 
 
 def wmt(spec: DataSpec, source: str, target: str) -> tuple[str, Pairs, Pairs]:
-    """A folder of parallel text files, or whatever the `datasets` library finds under `data_dir` (or on the hub)."""
+    """A folder of parallel text files, or whatever the `datasets` library finds under `data_dir` (a folder, or hub:NAME)."""
     folder = spec.folder
     if folder is not None and (folder / f"train.{source}").is_file():
         return (
@@ -171,7 +171,7 @@ def wmt(spec: DataSpec, source: str, target: str) -> tuple[str, Pairs, Pairs]:
         if folder is not None and (folder / "dataset_dict.json").is_file():
             found = datasets.load_from_disk(str(folder))
         elif folder is not None:
-            found = datasets.load_dataset(str(folder))
+            found = datasets.load_dataset(str(folder).removeprefix("hub:"))
         else:
             found = datasets.load_dataset("wmt/wmt15", f"{source if target == 'en' else target}-en")
     except Exception as error:
