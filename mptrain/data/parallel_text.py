@@ -157,7 +157,7 @@ def homeassistant(spec: DataSpec, source: str, target: str) -> tuple[str, Pairs,
 
 
 def wmt(spec: DataSpec, source: str, target: str) -> tuple[str, Pairs, Pairs]:
-    """A folder of parallel text files, or whatever the `datasets` library finds under `data_dir` (a folder, or hub:NAME)."""
+    """A folder of parallel text, or what the `datasets` library finds under `data_dir` (a folder, or hub:NAME)."""
     folder = spec.folder
     if folder is not None and (folder / f"train.{source}").is_file():
         return (
