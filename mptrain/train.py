@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mptrain import batchnorm, measure, optim, outcome, parallel, process, state, tasks
+from mptrain import batchnorm, measure, optim, outcome, parallel, process, rerun, state, tasks
 from mptrain.config import COSMETIC, Config
 from mptrain.data.dataset import Batch, DataSpec, batches
 from mptrain.data.loader import Loader, explained, mover
@@ -26,7 +25,6 @@ from mptrain.precision.counting import Counter
 from mptrain.process import Stopped
 from mptrain.progress import Progress
 from mptrain.results.record import Record, write_atomically
-from mptrain.watch.provenance import Finding, first_nonfinite
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -209,7 +207,7 @@ class Run:
             if measured is not None and self.observer is not None:
                 self.observer.watch.skip()  # one instrument at a time
             if self.observer is not None and self.observer.watch.wants_shadow and self.ranks.size == 1:
-                self.shadow(window)
+                rerun.shadow(self, window)
             with measured or nullcontext():
                 skipped = self.step(window)
             if measured is not None:
@@ -218,10 +216,10 @@ class Run:
             if self.observer is not None:
                 self.observer.step(next(iter(self.recent.values()))[-1], self.progress)
             self.throughput.step(self.units, counted=measured is None)
-            if skipped and not self.explained and self.no_scale_helps():
-                self.explain(window)
+            if skipped and not self.explained and rerun.no_scale_helps(self):
+                rerun.explain(self, window)
             if skipped and self.scaler.consecutive_skips >= config.max_skips:
-                self.diverged = self.blame(window)
+                self.diverged = rerun.blame(self, window)
             last = self.attempted == config.steps or self.diverged is not None
             if skipped or last or self.attempted % config.log_every == 0:
                 self.log(skipped)
@@ -356,74 +354,6 @@ class Run:
     def recent_losses(self) -> dict[str, torch.Tensor]:
         """The losses since the last line, each of the whole batch."""
         return {name: self.ranks.total(torch.stack(values)) for name, values in self.recent.items()}
-
-    def no_scale_helps(self) -> bool:
-        """Whether a skipped step is more than a scale on its way down: not FP16, at the floor, or a loss of NaN."""
-        if self.precision.compute != "float16":
-            return True
-        if self.scaler.label == "dynamic" and self.scaler.value <= self.config.scaling.floor:
-            return True
-        alone = self.ranks.size == 1  # among several, all have to decide alike
-        return alone and not all(bool(values[-1].isfinite()) for values in self.recent.values())
-
-    def shadow(self, window: list[Batch]) -> None:
-        """Runs the coming window where Watch can count what its native products will lose to rounding."""
-
-        def run(region: Any) -> None:
-            scaler, carried = self.scaler.aside(), self.task.state_dict()
-            sizes = [self.task.size(batch) for batch in window]
-            for batch, size in zip(window, sizes, strict=True):
-                phases = self.task.losses(self.to_device(batch))
-                while True:
-                    with region:
-                        phase = next(phases, None)
-                    if phase is None:
-                        break
-                    scaler.scale(phase[1] * (size / sum(sizes))).backward()
-            self.task.load_state_dict(carried)
-
-        assert self.observer is not None
-        with self.throughput.paused(), process.same_random_state(self.device):
-            self.observer.watch.shadow(run)
-
-    def explain(self, window: list[Batch]) -> list[Finding]:
-        """Runs the window again to find what was not finite first; leaves provenance.json and a message."""
-
-        def again() -> list[torch.Tensor]:
-            losses = []
-            self.weights.zero_grad()
-            self.buffers.keep()
-            carried = self.task.state_dict()
-            for batch in window:
-                phases = self.task.losses(self.to_device(batch))
-                while (phase := self.forward(phases)) is not None:
-                    losses.append(phase[1].detach())
-                    self.scaler.scale(phase[1]).backward()
-            self.buffers.restore()
-            self.task.load_state_dict(carried)
-            self.weights.zero_grad()
-            return losses
-
-        self.explained = True
-        if self.observer is not None:
-            self.observer.watch.skip()  # what runs again is no step
-        with self.throughput.paused(), process.same_random_state(self.device):
-            found = [f for f in self.ranks.gathered(first_nonfinite(self.models, again)) if f is not None]
-        if found and self.ranks.leads:
-            content = {"step": self.attempted, "scale": self.scaler.value, **found[0].as_dict()}
-            write_atomically(self.record.folder / "provenance.json", json.dumps(content, indent=1) + "\n")
-            message = f"step {self.attempted} is not finite, first in the {found[0]}; {found[0].advice}"
-            print(f"mptrain: {message}", file=sys.stderr)
-        return found
-
-    def blame(self, window: list[Batch]) -> str:
-        """Why the run diverged: step, scale, and the layer where the last batch first went wrong."""
-        found = self.explain(window)
-        where = found[0] if found else "no single layer (the batch is finite when it is run again)"
-        return (
-            f"{self.scaler.consecutive_skips} updates in a row were not finite, the last at step {self.attempted} "
-            f"with scale {self.scaler.value:g}; first in the {where}"
-        )
 
     def end(self) -> dict[str, Any]:
         """Evaluates, writes what is left, and the summary last."""

@@ -77,6 +77,7 @@ def test_the_table_above_knows_every_wing():
         "cli",
         "compose",
         "train",
+        "rerun",
         "state",
         "outcome",
         "doctor",
