@@ -65,9 +65,9 @@ def test_resumed_from_every_step_it_has_the_same_bits(tmp_path):
 
 def test_a_loss_scale_changes_no_bit(tmp_path):
     train(fp8(tmp_path / "1"))
-    for scale in (2.0**-10, 2.0**12):
+    for scale in (2.0**-10, 2.0**12, "layerwise"):
         summary = train(fp8(tmp_path / str(scale), scale=scale))
-        assert summary["final_scale"] == scale
+        assert summary["final_scale"] == (65536 if scale == "layerwise" else scale)
         assert same_bits(weights(tmp_path / "1"), weights(tmp_path / str(scale)))
 
 
