@@ -19,6 +19,8 @@ its own, is rounded as the whole batch is, but for those. It costs at most one o
 A tensor that holds an infinity or NaN has no largest value; its unit is NaN, and so is everything made of it. Nothing
 saturates or becomes zero in silence: whoever looks for values that are not finite finds them, and the step is skipped.
 
+Transforms of torch.func (grad, vmap, jvp) take `linear` apart before it arrives here: under them it runs in BF16.
+
 Native kernels are cuBLASLt's, through torch's scaled matmul, from capability 8.9 on. They want both operands contiguous
 along the sum and its length, and that of the result's rows, a multiple of 16: layers with other sizes stay in BF16 on
 every device, and a batch is filled up with zeros, which adds nothing to a sum. Elsewhere FP32 kernels multiply the FP8
