@@ -72,6 +72,17 @@ def test_the_loop_benchmark_runs(tmp_path):
     assert [line.split(" | ")[1] for line in said.splitlines() if line.startswith("| perc")] == ["fp32", "bf16", "fp16"]
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_operations_runs(tmp_path):
+    said = run("benchmark_ops.py", "--blocks", 2, "--seconds", 0.001, "--out", tmp_path / "x.md")
+    assert said.count("\n| dot products |") == said.count("\n| reductions |") == said.count("\n| point-wise |") == 2
+    with open(tmp_path / "x.csv", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["precision"] for line in lines[:4]] == ["fp32", "tf32", "bf16", "fp16"]
+    assert all(float(line["speed"]) == 1 for line in lines if line["precision"] == "fp32")
+    assert all(0 < float(line["low"]) <= float(line["speed"]) <= float(line["high"]) for line in lines)
+
+
 @pytest.mark.parametrize("command", [["--help"], ["--version"], []])
 def test_what_is_only_read_needs_nothing_slow(command):
     slow = {"torch", "numpy", "pydantic", "hydra", "omegaconf", "rich", "scipy"}
