@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from dataclasses import fields
 
 import numpy as np
@@ -64,16 +65,16 @@ CLAIMS = """\
 | paper (recipe) | claim | verdict | numbers |
 | --- | --- | --- | --- |
 | table 1 resnet | Scaled FP16 equals FP32. | shows | scaled 0.8838 ± 0.0017 (n=3); fp32 0.8840 ± 0.0020 (n=3); \
-difference over 3 pairs: -0.0002, 90 % interval -0.0015 to 0.0011; 1 folder without a result |
+difference over 3 pairs: -0.0002, 90 % interval -0.0015 to 0.0011; 2 folders without a result |
 | table 1 resnet | Unscaled FP16 is lost. | undecided | fp16 0.7100 (n=1), 1/2 diverged; fp32 0.8840 ± 0.0020 (n=3); \
 loss over 1 pair: 0.1740 |
 | table 1 resnet | Unscaled FP16 diverges. | undecided | fp16 0.7100 (n=1), 1/2 diverged; fp32 0.8840 ± 0.0020 (n=3) |
 | table 1 resnet | FP16 halves memory. | shows | scaled 60.00 MiB (n=3); fp32 120.0 MiB (n=3); \
-ratio over 3 pairs: 0.5000; 1 folder without a result |
+ratio over 3 pairs: 0.5000; 2 folders without a result |
 | table 1 resnet | BF16 is as good. | not run | no result of bf16 of resnet that may be compared \
 (3 differ in settings, length or device) |
 | table 1 resnet | Scaling skips. | not at this size | scaled 0 ± 0 (n=3); mean over 3 seeds: 0, 95 % interval 0 to 0; \
-1 folder without a result |
+2 folders without a result |
 """
 
 
@@ -94,6 +95,8 @@ def tables(tmp_path, monkeypatch):
     put(runs / "nan", fp16(seed=3, metric={"value": None}))
     put(runs / "fp16-0", fp16(scale="1", metric={"value": 0.71}))
     put(runs / "fp16-1", fp16(scale="1", seed=1, status="diverged", reason="NaN", metric={"value": None}))
+    put(runs / "failed", fp16(seed=4, status="failed", reason="disk full"))
+    put(runs / "unfinished", None)
     put(runs / "odd", json.dumps(["no", "summary"]))
     write_tables(tmp_path / "tables", *find_runs([runs]), ["resnet"])
     return tmp_path / "tables"
@@ -110,6 +113,22 @@ def test_paper_and_here_to_the_letter(tables):
 def test_claims_to_the_letter(tables):
     found = text(tables / "claims.md")
     assert found[found.index("| paper") :] == CLAIMS
+
+
+def test_without_a_baseline_nothing_is_claimed(tables, tmp_path):
+    for seed in range(3):
+        shutil.rmtree(tmp_path / "runs" / f"fp32-{seed}")
+    write_tables(tables, *find_runs([tmp_path / "runs"]), ["resnet"])
+    found = text(tables / "reproduced.md")
+    assert "| table 1 resnet | fp32 | 75.92 top-1, % | not run |  |  |" in found
+    assert (
+        "| table 1 resnet | scaled | 76.04 top-1, % | 0.8838 ± 0.0017, n=3 | top1 | undecided (no shared seed) |"
+        in found
+    )
+    lines = text(tables / "claims.md").splitlines()
+    lost = "not run | no result of fp32 of resnet"
+    assert f"| table 1 resnet | Scaled FP16 equals FP32. | {lost}; 2 folders without a result |" in lines
+    assert f"| table 1 resnet | Unscaled FP16 diverges. | {lost} |" in lines
 
 
 def test_first_screen_to_the_letter(tables):
