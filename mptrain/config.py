@@ -90,6 +90,7 @@ class WatchConfig(_Model):
 
 class ParallelConfig(_Model):
     batchnorm: Literal["sync", "local"] = "sync"
+    shard: bool = False
 
 
 class Config(_Model):
@@ -187,6 +188,9 @@ class Config(_Model):
     def without_later_defaults(self, exclude: set[str]) -> dict[str, Any]:
         defaults = self.later_defaults()
         values = self.model_dump(exclude=exclude)
+        for section, _, key in (name.partition(".") for name in exclude if "." in name):
+            values.get(section, {}).pop(key, None)
+            defaults.get(section, {}).pop(key, None)
         return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
     def silent(self) -> Config:
@@ -215,6 +219,7 @@ COSMETIC = {
     "warmup",
     "paper",
     "watch",
+    "parallel.shard",
 }
 """Settings that may change between a run and its resumption: they change no weight."""
 
@@ -243,6 +248,7 @@ def check(values: Mapping[str, Any], baseline: Mapping[str, Any] | None = None) 
     precision, scaling = ({} if not isinstance(values.get(k), dict) else values[k] for k in ("precision", "scaling"))
     complaints += modes.complaints_about(precision)
     complaints += _about_scale(values.get("scale"), precision, scaling)
+    complaints += _about_shards(values, precision)
     for section in ("task", "optimizer", "schedule"):
         before, now = (baseline or {}).get(section) or {}, values.get(section)
         complaints += _about_options(section, now, before) if isinstance(now, dict) else []
@@ -271,6 +277,24 @@ def _about_scale(scale: Any, precision: dict[str, Any], settings: dict[str, Any]
     if isinstance(init, (int, float)) and isinstance(high, (int, float)) and init > high:
         found.append(f"scaling.init={init} is above scaling.ceiling={high}")
     return found
+
+
+def _about_shards(values: Mapping[str, Any], precision: dict[str, Any]) -> list[str]:
+    """What needs whole tensors in every process has no place where each holds a part of them."""
+    parallel, watch = ({} if not isinstance(values.get(k), dict) else values[k] for k in ("parallel", "watch"))
+    if parallel.get("shard") is not True:
+        return []
+    scale = precision.get("scale") if values.get("scale") is None else values["scale"]
+    storage = precision.get("storage", "float32")
+    asked = {
+        f"precision={precision.get('name')} (parameters in {storage})": storage != "float32",
+        f"precision={precision.get('name')} (products in FP8)": precision.get("compute") == "float8",
+        "scale=layerwise": scale == "layerwise",
+        "watch=true": watch.get("enabled") is True,
+        "count=true": values.get("count") is True,
+    }
+    cure = "it shards FP32 parameters, under precision=fp32, tf32, bf16 or fp16; give parallel.shard=false, or another"
+    return [f"parallel.shard=true does not go with {what}: {cure} value here" for what, is_so in asked.items() if is_so]
 
 
 def _about_options(section: str, options: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -52,7 +53,7 @@ def summary(run: Run, metrics: dict[str, float], throughput: dict[str, Any] | No
         "environment": environment,
         "started": run.started.isoformat(timespec="seconds"),
         "finished": now.isoformat(timespec="seconds"),
-        "wall_s": (now - run.started).total_seconds(),
+        "wall_s": round(time.monotonic() - run.began, 3),  # the clock may be set while a run lasts
         "key": {
             "recipe": config.recipe,
             "data": task.train_set.name,

@@ -37,6 +37,10 @@ BUCKET = 2**23
 """Gradients in one message: 32 MiB of FP32."""
 
 
+BROKEN = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe")
+"""How torch's communication says that a process is gone."""
+
+
 class RankLost(UserError):
     """Another process of the job has ended; the record stays as the last checkpoint left it."""
 
@@ -67,6 +71,14 @@ class Alone:
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients of the whole batch, from those of each rank's part."""
+
+    def clip(self, parameters: list[nn.Parameter], limit: float) -> None:
+        """Gradients whose norm is above the limit are brought down to it, all by one factor."""
+        torch.nn.utils.clip_grad_norm_(parameters, limit)
+
+    def agreed(self, finite: bool | None) -> bool | None:
+        """Whether the gradients are finite on all ranks; None if there are none anywhere."""
+        return finite
 
     def first(self, work: Callable[[], Result]) -> Result:
         """What rank 0 made of it, or its error, on all ranks."""
@@ -209,7 +221,19 @@ def _naming_the_loss(rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Alone]:
+def minding(ranks: Alone) -> Iterator[None]:
+    """A connection that breaks inside of torch's own communication means that another process has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks.size == 1 or not any(word in str(error).lower() for word in BROKEN):
+            raise
+        with _naming_the_loss(ranks.rank):
+            raise
+
+
+@contextmanager
+def joined(device: str, kind: type[Ranks] = Ranks) -> Iterator[Alone]:
     """This process's place among those that torchrun started; a process of its own is alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -239,5 +263,5 @@ def joined(device: str) -> Iterator[Alone]:
             f"the {size} processes of this job could not find one another ({str(error).splitlines()[0]}); "
             "start them with torchrun"
         ) from error
-    yield Ranks(rank, size)
+    yield kind(rank, size)
     dist.destroy_process_group()

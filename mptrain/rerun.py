@@ -52,7 +52,7 @@ def explain(run: Run, window: list[Batch]) -> list[Finding]:
     run.explained = True
     if run.observer is not None:
         run.observer.watch.skip()  # what runs again is no step
-    with run.throughput.paused(), process.same_random_state(run.device):
+    with run.throughput.paused(), process.same_random_state(run.device), run.weights.whole():
         found = [f for f in run.ranks.gathered(first_nonfinite(run.models, again)) if f is not None]
     if found and run.ranks.leads:
         content = {"step": run.attempted, "scale": run.scaler.value, **found[0].as_dict()}

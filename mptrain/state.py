@@ -19,11 +19,13 @@ def state_dict(run: Run) -> dict[str, Any]:
     """All that a run has to find again, as tensors and plain values."""
     rank_0, *others = run.ranks.gathered(process.random_state(run.device))
     return {
-        "models": {name: model.state_dict() for name, model in run.models.items()},
+        "models": {name: run.weights.network_state(name) for name in run.models},
         "weights": run.weights.state_dict(),
-        "optimizers": {name: optimizer.state_dict() for name, optimizer in run.optimizers.items()},
+        "optimizers": {n: run.weights.optimizer_state(n, opt.state_dict()) for n, opt in run.optimizers.items()},
         "scaler": run.scaler.state_dict(),
-        "average": None if run.average is None else run.average.state_dict(),
+        "average": None
+        if run.average is None
+        else {name: run.weights.collected(name, values) for name, values in run.average.state_dict().items()},
         "task": run.task.merged(run.ranks.gathered(run.task.state_dict())),
         "loader": run.loader.state_dict(),
         "counter": None if run.counter is None else run.counter.state_dict(),
@@ -39,13 +41,13 @@ def state_dict(run: Run) -> dict[str, Any]:
 
 def load_state_dict(run: Run, state: dict[str, Any]) -> None:
     """Puts a run where `state_dict` found one."""
-    for name, model in run.models.items():
-        model.load_state_dict(state["models"][name])
-        run.optimizers[name].load_state_dict(state["optimizers"][name])
+    for name, optimizer in run.optimizers.items():
+        run.weights.load_network_state(name, state["models"][name])
+        optimizer.load_state_dict(run.weights.optimizer_part(name, state["optimizers"][name]))
     run.weights.load_state_dict(state["weights"])
     run.scaler.load_state_dict(state["scaler"])
     if run.average is not None:
-        run.average.load_state_dict(state["average"])
+        run.average.load_state_dict({n: run.weights.distributed(n, values) for n, values in state["average"].items()})
     part = run.task.part(state["task"], run.ranks.rank, run.ranks.size)
     run.task.load_state_dict(run.to_device(part))
     run.loader.load_state_dict(state["loader"])

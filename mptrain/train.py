@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -34,14 +35,14 @@ def train(config: Config) -> dict[str, Any]:
     KeyboardInterrupt after SIGINT or SIGTERM, with a checkpoint written; any other error is recorded as "failed".
     """
     record = Record(config.folder())
-    with ExitStack() as held, parallel.joined(config.device) as ranks:
+    with ExitStack() as held, parallel.joined(config.device, _kind_of_ranks(config)) as ranks:
         before = ranks.first(lambda: _opened(record, config, held))
         if before is not None and before["status"] != "failed":
             if ranks.leads:
                 print(f"already {before['status']}, nothing to do: {record.folder}")
             return before
         try:
-            with _switches(config):
+            with _switches(config), parallel.minding(ranks):
                 summary = Run(config, record, ranks).to_the_end()
         except parallel.RankLost:
             raise
@@ -65,6 +66,14 @@ def scores(config: Config, record: Record, batch_size: int | None = None) -> tup
         if state.load_newest(run, "there is no other") is None:
             raise UserError(f"{record.folder} holds no checkpoint to evaluate; the same words after mptrain train it")
         return run.attempted, run.scores(batch_size or config.eval.batch_size)
+
+
+def _kind_of_ranks(config: Config) -> type[parallel.Ranks]:
+    if not config.parallel.shard:
+        return parallel.Ranks
+    from mptrain.sharding import Shards  # slow to import
+
+    return Shards
 
 
 @contextmanager
@@ -96,7 +105,7 @@ class Run:
     ):
         self.config, self.record = config, record
         self.ranks = ranks = ranks or parallel.Alone()
-        self.started = datetime.now(UTC)
+        self.started, self.began = datetime.now(UTC), time.monotonic()
         self.device = hardware.resolve(config.device)
         process.seed_everything(config.seed)
         if self.device.type == "cuda":
@@ -107,7 +116,8 @@ class Run:
         spec = DataSpec(config.data, folder, config.seed)
         self.task = task or tasks.build(config.task.name, spec, **config.task.options)
         self.models = dict(self.task.models)  # built on the CPU
-        if self.device.type != "cpu":
+        divides = getattr(ranks, "divide", None)  # shards come to the device one by one
+        if self.device.type != "cpu" and not divides:
             self.models = {name: model.to(self.device) for name, model in self.models.items()}
         self.share_models()
 
@@ -121,12 +131,15 @@ class Run:
         # entered twice a step; an FP32 region has nothing to switch here
         self.region = nullcontext() if self.precision.compute == "float32" else self.arithmetic
         self.weights = self.precision.prepare(self.models)
+        if divides:
+            self.weights = divides(self.models, self.device)
         self.buffers = MovingBuffers(self.models.values())
         self.has_buffers = any(True for model in self.models.values() for _ in model.buffers())
         settings = {k: v for k, v in config.scaling.model_dump().items() if v is not None}
         self.scaler = scaling.loss_scaler(
             config.scale_name, scaling.DynamicSettings(**settings), self.models, **config.layerwise.model_dump()
         )
+        self.scaler.agree = ranks.agreed
 
         options = config.optimizer
         self.optimizers = {
@@ -271,7 +284,7 @@ class Run:
         self.ranks.sum_gradients(self.weights.of(name))
         finite = self.scaler.unscale_(optimizer)
         if finite and self.config.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.weights.of(name), self.config.clip)
+            self.ranks.clip(self.weights.of(name), self.config.clip)
         factor = self.rate(self.applied[name])
         for group in optimizer.param_groups:
             group["lr"] = self.config.optimizer.lr * factor
@@ -298,16 +311,16 @@ class Run:
 
     def held(self) -> Iterator[torch.Tensor]:
         """Every tensor that lives from step to step."""
-        for name, model in self.models.items():
-            yield from model.parameters()
-            yield from model.buffers()
+        for name in self.models:
+            yield from self.weights.held(name)
             yield from self.weights.of(name)
             yield from (value for state in self.optimizers[name].state.values() for value in state.values())
             yield from self.average.shadow[name] if self.average is not None else ()
 
     def evaluate(self) -> dict[str, float]:
         """The metric, to the log and the screen too; among several ranks one evaluates and all are told."""
-        return self.ranks.first(self.evaluate_here)
+        with self.weights.whole(self.average):
+            return self.ranks.first(self.evaluate_here)
 
     def evaluate_here(self) -> dict[str, float]:
         result = self.scores(self.config.eval.batch_size)
@@ -323,7 +336,7 @@ class Run:
             stack.enter_context(process.same_random_state(self.device))
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.weights.evaluating(fp32))
-            stack.enter_context(nullcontext() if self.average is None else self.average.evaluating(self.models))
+            stack.enter_context(nullcontext() if self.average is None else self.weights.averaged(self.average))
             stack.enter_context(hardware.tf32(False) if fp32 else self.arithmetic)
             for model in self.models.values():
                 model.eval()
@@ -357,10 +370,11 @@ class Run:
 
     def end(self) -> dict[str, Any]:
         """Evaluates, writes what is left, and the summary last."""
-        return self.ranks.first(self.end_here)
-
-    def end_here(self) -> dict[str, Any]:
         throughput = self.throughput.result()
+        with self.weights.whole(self.average):
+            return self.ranks.first(lambda: self.end_here(throughput))
+
+    def end_here(self, throughput: dict[str, Any]) -> dict[str, Any]:
         metrics: dict[str, float] = {}
         if self.diverged is None:
             metrics = self.evaluate_here()

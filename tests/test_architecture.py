@@ -33,6 +33,7 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "jobs": {"results.record"},
     "durations": {"paper", "plan", "results"},
     "parallel": set(),
+    "sharding": {"parallel", "optim", "precision.storage"},
     "batchnorm": {"parallel"},
 }
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import tiny as tiny_package
 import torch
+from tiny.ranks import close, free_port, ranks, together, waiting_for
 from tiny.runs import last_state, lines, same_bits, settings, started, weights
 
 from mptrain import batchnorm, cli, parallel
@@ -22,39 +22,6 @@ from mptrain.tasks.language import Language
 from mptrain.train import train
 
 pytestmark = pytest.mark.usefixtures("tiny")
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
-
-
-def rank(config, number, size, port, said):
-    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    with open(said / f"said{number}", "ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    train(config)
-
-
-def ranks(config, size, said):
-    port = free_port()
-    return [started(rank, config, number, size, port, said) for number in range(size)]
-
-
-def together(config, size, said):
-    processes = ranks(config, size, said)
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * size, (said / "said0").read_text()
-
-
-def close(found, expected, **tolerance):
-    assert found.keys() == expected.keys()
-    for key in found:
-        torch.testing.assert_close(found[key], expected[key], **tolerance)
 
 
 RICH = {
@@ -122,13 +89,6 @@ def test_local_batch_normalisation_is_another_experiment(tmp_path):
              tmp_path)  # fmt: skip
     found, whole = weights(tmp_path / "local"), weights(tmp_path / "alone")
     assert (found["model.1.running_mean"] - whole["model.1.running_mean"]).abs().max() > 1e-3
-
-
-def waiting_for(*conditions, seconds=60):
-    end = time.monotonic() + seconds
-    while not all(condition() for condition in conditions):
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("number", "victim"), [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGTERM, 1)])

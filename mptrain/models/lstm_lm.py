@@ -22,6 +22,9 @@ class LSTMLanguageModel(nn.Module):
     and needs outputs as wide as the embedding.
     """
 
+    reads = ("output",)
+    """children whose parameters are taken without running them"""
+
     def __init__(
         self,
         vocabulary: int,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from mptrain.errors import UserError
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
 class LossScaler:
@@ -47,6 +48,8 @@ class LossScaler:
         self.value = value
         self.consecutive_skips = 0
         self._finite: dict[int, bool | None] = {}
+        self.agree: Callable[[bool | None], bool | None] = _as_found
+        """what several processes, each with a part of the gradients, make of their findings"""
         self._scratch: dict[torch.device, tuple[float, Tensor, Tensor]] = {}
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -63,6 +66,11 @@ class LossScaler:
         Raises UserError if a gradient is kept in FP16 (it could not hold what unscaling makes small), and RuntimeError
         if it is called twice in an iteration.
         """
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UserError(
+                "LBFGS runs its closure several times a step, between which no gradient can be unscaled or checked; "
+                "give another optimizer"
+            )
         if id(optimizer) in self._finite:
             raise RuntimeError("unscale_ was already called for this optimizer since the last update()")
         gradients = [
@@ -76,7 +84,7 @@ class LossScaler:
                 "the optimizer holds FP16 parameters, whose gradients cannot be unscaled in FP16; "
                 "let Precision.prepare make FP32 copies (precision=fp16_master) and give those to the optimizer"
             )
-        self._finite[id(optimizer)] = self._unscale(gradients) if gradients else None
+        self._finite[id(optimizer)] = self.agree(self._unscale(gradients) if gradients else None)
         return self._finite[id(optimizer)]
 
     def step(self, optimizer: Optimizer) -> bool | None:
@@ -142,6 +150,16 @@ class StaticScaler(LossScaler):
     def __init__(self, value: float):
         super().__init__(check_scale(value))
         self.label = f"{value:g}"
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the factor, in FP32; raises UserError for an FP16 loss, whose gradient is the factor, if FP16
+        cannot hold it: every step would be skipped."""
+        if loss.dtype == torch.float16 and self.value > FLOAT16_MAX:
+            raise UserError(
+                f"the loss is FP16, in which its gradient, the scale {self.value:g}, is infinite; compute the loss in "
+                f"FP32 (loss_function(output.float(), ...)), or give a scale of at most {FLOAT16_MAX:g}"
+            )
+        return super().scale(loss)
 
 
 @dataclass(frozen=True)
@@ -249,6 +267,11 @@ def check_scale(value: Any) -> float:
             f"scale={value}: give a positive number (a power of two is exact, e.g. 128), dynamic, layerwise or none"
         )
     return number
+
+
+def _as_found(finite: bool | None) -> bool | None:
+    """One process's finding is everybody's."""
+    return finite
 
 
 def _coalesced(p: Tensor) -> Tensor:

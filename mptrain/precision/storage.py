@@ -67,11 +67,52 @@ class Weights:
         """The networks as they are evaluated: in FP32 from the master copy, or as they are trained."""
         yield
 
+    @contextmanager
+    def averaged(self, average: Any) -> Iterator[None]:
+        """The networks with the averaged parameters in place of their own."""
+        with average.evaluating(self.models):
+            yield
+
+    @contextmanager
+    def whole(self, average: Any = None) -> Iterator[None]:
+        """The networks with all their parameters on every rank, averaged ones if there is an average."""
+        yield
+
+    def held(self, name: str) -> Iterator[Tensor]:
+        """What this process holds of a network."""
+        yield from self.models[name].parameters()
+        yield from self.models[name].buffers()
+
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
+
+    # Into a checkpoint and back: whole tensors, whoever holds which part of them.
+
+    def network_state(self, name: str) -> dict[str, Any]:
+        """Parameters and buffers of a network."""
+        return self.models[name].state_dict()
+
+    def load_network_state(self, name: str, state: dict[str, Any]) -> None:
+        self.models[name].load_state_dict(state)
+
+    def collected(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
+        """Tensors like those of `of(name)`, whole."""
+        return tensors
+
+    def distributed(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
+        """Of whole tensors like those of `of(name)`, what this process holds."""
+        return tensors
+
+    def optimizer_state(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of the optimizer over `of(name)`, whole."""
+        return state
+
+    def optimizer_part(self, name: str, state: dict[str, Any]) -> dict[str, Any]:
+        """Of a whole optimizer's state, what this process holds."""
+        return state
 
 
 class CopiedWeights(Weights):

@@ -13,10 +13,12 @@ folder from which the same command ends with the same weights.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import reprlib
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +29,10 @@ from mptrain.errors import UserError
 SCHEMA = 1
 STATUSES = ("finished", "diverged", "failed")
 LARGEST_CONFIG = 1_000_000  # bytes
+LOCKED = (errno.EACCES, errno.EAGAIN)
+PASSING = (errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR)
+"""What a network file system says of a rename that may succeed a moment later."""
+PAUSES = (0.05, 0.2, 0.5)  # seconds
 
 
 class Record:
@@ -63,12 +69,14 @@ class Record:
         import fcntl
 
         try:
-            with open(self.folder / "lock", "r+") as lock:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileNotFoundError:
+            lock = open(self.folder / "lock", "r+")  # noqa: SIM115 - closed below
+        except OSError:  # whoever cannot write here is told so by a run of its own
             return False
-        except OSError:
-            return True
+        with lock:
+            try:
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                return error.errno in LOCKED
         return False
 
     @contextmanager
@@ -96,6 +104,11 @@ class Record:
                 # A lock of the process, not of the open file: workers that outlive a killed run do not hold it.
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
+                if error.errno not in LOCKED:  # some network file systems
+                    raise UserError(
+                        f"{self.folder} cannot be locked ({_reason(error)}), so two runs might write there at once; "
+                        "give a folder on another file system: out=FOLDER"
+                    ) from error
                 raise UserError(
                     f"{self.folder} is in use by another run; wait for it, or give another folder: out=FOLDER"
                 ) from error
@@ -192,7 +205,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignore: set[s
     """The keys whose values differ, each as `key: before -> now`."""
     found = []
     for key in dict.fromkeys([*before, *now]):
-        if not prefix and key in ignore:
+        if prefix + key in ignore:
             continue
         a, b = before.get(key), now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -222,11 +235,23 @@ def write_atomically(path: Path, content: str | bytes) -> None:
                 file.write(content.encode("utf-8") if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+            _replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Renames, and tries again after errors that pass."""
+    for pause in PAUSES:
+        try:
+            return os.replace(temporary, path)
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            time.sleep(pause)
+    os.replace(temporary, path)
 
 
 @contextmanager

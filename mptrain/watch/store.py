@@ -23,6 +23,7 @@ A folder of parts, each named by the last step in it, which pandas, pyarrow and 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -57,26 +58,53 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         name = f"{max(row['step'] for row in self.waiting):09d}.parquet"
         temporary = self.folder / f".{name}.{os.getpid()}.tmp"
-        pq.write_table(table, temporary)
+        with open(temporary, "wb") as file:
+            pq.write_table(table, file, write_page_checksum=True)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, self.folder / name)
         self.waiting = []
 
     def cut(self, step: int) -> list[dict[str, Any]]:
-        """Drops all rows after a step, from where the run goes on; returns those that stay, in order."""
+        """Drops all rows after a step, from where the run goes on; returns those that stay, in order.
+
+        A part that cannot be read is set aside, as `*.damaged`, with a message.
+        """
         self.waiting = []
         stay: list[dict[str, Any]] = []
         for path in sorted(self.folder.glob("*.parquet")) if self.folder.is_dir() else ():
-            rows = read_part(path)
-            keep = [row for row in rows if row["step"] <= step]
+            try:
+                rows = read_part(path)
+            except ValueError as error:
+                print(f"mptrain: watch: {error}; the rows of its steps are lost", file=sys.stderr)
+                path.rename(path.with_suffix(".damaged"))
+                continue
+            # a run killed between the two lines below left rows in the old part and in the one that replaces it
+            last = stay[-1]["step"] if stay else 0
+            keep = [row for row in rows if last < row["step"] <= step]
             stay += keep
             if len(keep) < len(rows):
+                self.waiting = keep
+                self.flush()
                 path.unlink()
-                self.waiting += keep
-        self.flush()
         return stay
 
 
 def read_part(path: Path) -> list[dict[str, Any]]:
+    """The rows of one part, checked against its checksums; raises ValueError if it is damaged."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    return pq.ParquetFile(path).read().to_pylist()  # type: ignore[no-any-return]
+    try:
+        table = pq.ParquetFile(path, page_checksum_verification=True).read()
+        rows: list[dict[str, Any]] = table.to_pylist()
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path.name} is damaged ({(str(error).splitlines() or [''])[0][:200]})") from error
+    names = table.column_names  # not covered by a checksum
+    if len(set(names)) < len(names) or set(names) - {*TEXT, *WHOLE, *REAL, "exponents"}:
+        raise ValueError(f"{path.name} is damaged (its columns are {', '.join(names)[:200]})")
+    if not all(isinstance(row.get("step"), int) for row in rows):
+        raise ValueError(f"{path.name} is damaged (a row without its step)")
+    return rows
