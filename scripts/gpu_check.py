@@ -96,7 +96,8 @@ class Check:
             self.write()
 
     def tests(self, left: Callable[[], float]) -> None:
-        found = sorted(str(path) for path in (ROOT / "tests").glob("test_gpu_*.py"))
+        files_of_tests = sorted((ROOT / "tests").glob("test_*.py"))
+        found = [str(path) for path in files_of_tests if "mark.gpu" in path.read_text(encoding="utf-8")]
         call = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *found]
         with open(self.out / "tests.txt", "w+", encoding="utf-8") as log:
             try:

@@ -179,14 +179,14 @@ class Bench:
                         self.fill(row, steps, flop * (row.batch or 1))
                         fixed[precision] = (_allocated(built.device), row)
                     break
-                except torch.OutOfMemoryError:
+                except Exception as error:  # a line of the table, not its end
+                    if not _no_room(error):
+                        row.note = _said(error)
+                        break
                     if precision != precisions[0] or size == 1:
                         row.note = "does not fit"
                         break
                     row.batch = size = size // 2
-                except Exception as error:  # a line of the table, not its end
-                    row.note = _said(error)
-                    break
             if size < built.batch_size and not row.note:
                 row.note = f"batch {built.batch_size} does not fit in {precisions[0]}"
             yield row
@@ -213,11 +213,11 @@ class Bench:
                 with training(built, precision, row.batch) as steps:
                     self.fill(row, steps, flop * row.batch)
                 return row
-            except torch.OutOfMemoryError:
-                row.batch = max(equal.batch, row.batch * 6 // 7 // 8 * 8)
             except Exception as error:
-                row.note = _said(error)
-                return row
+                if not _no_room(error):
+                    row.note = _said(error)
+                    return row
+                row.batch = max(equal.batch, row.batch * 6 // 7 // 8 * 8)
         row.batch, row.note = None, "none of four batches fits"
         return row
 
@@ -229,6 +229,13 @@ class Bench:
 
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _no_room(error: Exception) -> bool:
+    """Libraries have errors of their own for memory that cannot be had."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("out of memory", "ALLOC_FAILED")
+    )
 
 
 def _said(error: Exception) -> str:
