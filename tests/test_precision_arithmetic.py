@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
+from mptrain.precision import hardware
 from mptrain.precision.formats import round_tf32
 from mptrain.precision.modes import Precision
 
@@ -754,3 +755,35 @@ class TestForeignAutocast:
             torch.set_num_threads(threads)
         for a, b, c in zip(before, after, inside, strict=True):
             assert same(a, b.detach()) and same(a, c.detach())
+
+
+@pytest.mark.skipif(not hardware.cpu_has_bfloat16(), reason="this CPU has no BF16 kernels")
+@pytest.mark.parametrize("product", ["mm", "matmul", "bmm", "linear", "conv1d", "conv2d", "conv_transpose2d"])
+def test_native_bf16_is_the_kernel_on_cast_inputs(product):
+    """Bit for bit, forward and backward, whoever does the casting; a parameter used twice is cast once."""
+    function = getattr(torch, product, None) or getattr(F, product)
+    sizes = {"bmm": ((2, 5, 7), (2, 7, 3)), "linear": ((5, 7), (3, 7)), "conv1d": ((2, 3, 9), (4, 3, 3))}
+    sizes |= {"conv2d": ((2, 3, 9, 9), (4, 3, 3, 3)), "conv_transpose2d": ((2, 3, 5, 5), (3, 4, 3, 3))}
+    first, second = sizes.get(product, ((5, 7), (7, 3)))
+    x, y, w = randn(*first), randn(*first), randn(*second)
+    with Precision.load("bf16").arithmetic():
+        a, b = function(x, w), function(y * 2, w)
+    images = [t.detach().requires_grad_() for t in (x, y, w)]
+    low = images[2].bfloat16()
+    expected = [function(images[0].bfloat16(), low), function((images[1] * 2).bfloat16(), low)]
+    assert same(a, expected[0]) and same(b, expected[1])
+    gradient = torch.randn(a.shape).bfloat16()
+    torch.autograd.backward([a, b], [gradient, -gradient])
+    torch.autograd.backward(expected, [gradient, -gradient])
+    assert all(same(t.grad, image.grad) for t, image in zip((x, y, w), images, strict=True))
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_cross_entropy_is_that_of_fp32_numbers(name):
+    dtype = DTYPE[name]
+    labels, weight = torch.randint(5, (8,)), torch.rand(5)
+    for logits in (randn(8, 5, grad=False), randn(8, 5, grad=False).to(dtype)):
+        for options in ({}, {"label_smoothing": 0.1}, {"weight": weight}, {"reduction": "none"}):
+            with Precision.load(name).arithmetic():
+                result = F.cross_entropy(logits, labels, **options)
+            assert same(result, F.cross_entropy(logits.float(), labels, **options))

@@ -20,6 +20,7 @@ rounded, states inside stay FP32, outputs and their gradients are rounded.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -66,6 +67,7 @@ class Arithmetic(AbstractContextManager):
         self.dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(compute)
         self.off = DispatchKeySet(dispatch.KEY[device_type])
         self.handlers = self._handlers(keep_fp32)
+        self.by_torch = {n for n in policy.CPU_AUTOCAST_TOO if self.handlers.get(n) == self._cast}
         # TF32 changes no dtype; autocast is entered because only it opens its dispatch key.
         self.autocast_dtype = self.dtype or (torch.bfloat16 if self.handlers else None)
         self.installed = False
@@ -96,6 +98,7 @@ class Arithmetic(AbstractContextManager):
             handlers |= dict.fromkeys(policy.FP32_APPEND_DTYPE, self._fp32_appended)
             handlers |= dict.fromkeys(policy.PROMOTE, self._promoted)
             handlers |= dict.fromkeys(policy.BANNED, _banned)
+            handlers["cross_entropy_loss"] = self._fp32  # made of FP32 operations alone: one stop instead of three
         if self.fp8 is not None:
             handlers["linear"] = self._linear
         known = policy.LOWER_PRECISION | policy.RECURRENT | policy.CONV_PADDING | policy.PROMOTE | set(handlers)
@@ -108,6 +111,16 @@ class Arithmetic(AbstractContextManager):
         with _ExcludeDispatchKeyGuard(self.off):
             return operation(*args, **kwargs)
 
+    def with_copies(self, args: tuple) -> list:
+        """Arguments for torch's own autocast kernel: of parameters our copies, which are kept until the region ends."""
+        casts, found = dispatch.casts(), []
+        for t in args:
+            if isinstance(t, Tensor) and t.requires_grad and t.is_leaf:
+                kept = casts.get((id(t), self.dtype))
+                t = kept[2] if kept is not None and kept[1] == t._version else self._lower(t)
+            found.append(t)
+        return found
+
     def _decomposed(self, operation, below, args, kwargs):
         """A composite falls apart into products, which come by here again."""
         return operation.redispatch(below, *each(self._lower, args), **each_value(self._lower, kwargs))
@@ -118,8 +131,7 @@ class Arithmetic(AbstractContextManager):
             return operation(*args, **kwargs)
 
     def _fp32_output(self, operation, below, args, kwargs):
-        names = [argument.name for argument in operation._schema.arguments]
-        position = names.index("dtype")
+        position = _position_of_dtype(operation)
         asked = args[position] if len(args) > position else kwargs.get("dtype")
         with _ExcludeDispatchKeyGuard(self.off):
             if asked is None and self._eligible(args[0]):
@@ -203,6 +215,11 @@ class Arithmetic(AbstractContextManager):
 
     def _store(self, t: Tensor) -> Tensor:
         return t.to(self.dtype) if t.dtype == torch.float32 else t
+
+
+@functools.cache
+def _position_of_dtype(operation: Any) -> int:
+    return [argument.name for argument in operation._schema.arguments].index("dtype")
 
 
 def _banned(operation, below, args, kwargs):

@@ -185,6 +185,8 @@ def _kernel(name: str, operation: Any, original: Any, device_type: str) -> Calla
         if arithmetic is not None and differentiating():
             return operation.redispatch(keys & after, *args, **kwargs)
         if arithmetic is not None and (handler := arithmetic.handlers.get(name)) is not None:
+            if original is not None and name in arithmetic.by_torch:  # the same, in C++
+                return original.call_boxed(keys, *arithmetic.with_copies(args), **kwargs)
             return handler(operation, keys & after, args, kwargs)
         if original is not None and (arithmetic is None or device_type != "cpu"):
             return original.call_boxed(keys, *args, **kwargs)

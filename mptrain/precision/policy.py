@@ -75,6 +75,13 @@ TENSOR_CORE = frozenset({
 """Products that one kernel computes with FP32 accumulation: what is emulated, and what TF32 touches."""
 
 
+CPU_AUTOCAST_TOO = frozenset({
+    "conv1d", "conv2d", "conv3d", "conv1d.padding", "conv2d.padding", "conv3d.padding", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "addmm", "addbmm", "baddbmm", "bmm", "linear", "matmul", "mm",
+})  # fmt: skip
+"""Products whose inputs torch's own CPU autocast casts as CUDA's does."""
+
+
 def base_name(operation: str) -> str:
     """`softmax.int` -> `softmax`: the name users write in `keep_fp32`."""
     return operation.partition(".")[0]
