@@ -116,7 +116,7 @@ class Arithmetic(AbstractContextManager):
         casts, found = dispatch.casts(), []
         for t in args:
             if isinstance(t, Tensor) and t.requires_grad and t.is_leaf:
-                kept = casts.get((id(t), self.dtype))
+                kept = casts.get((id(t), self.dtype))  # type: ignore[arg-type]
                 t = kept[2] if kept is not None and kept[1] == t._version else self._lower(t)
             found.append(t)
         return found
