@@ -7,7 +7,7 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.ops import roi_align
 
 from mptrain.errors import UserError
-from mptrain.models import faster_rcnn, ssd, vgg16_weights
+from mptrain.models import faster_rcnn, ssd, vgg16_weights, yolo
 from mptrain.models.faster_rcnn import Float32Anchors, Float32Predictor, Float32Proposals, RegionPool
 
 
@@ -99,6 +99,50 @@ def test_small_ssd_stays_in_float32_where_it_must_when_halved():
     assert torch.equal(model.half().default_boxes(), boxes)
 
 
+def test_yolo_has_its_boxes_around_its_cells_in_the_order_of_the_outputs():
+    torch.manual_seed(0)
+    model = yolo.yolo_small(10, 96).eval()
+    boxes, steps = model.default_boxes(), model.steps()
+    assert len(boxes) == len(steps) == (12 * 12 + 6 * 6) * 3 == 540
+    assert boxes[0].tolist() == [4 - 7, 4 - 15.5, 4 + 7, 4 + 15.5]  # 14 x 31 around the first cell of 8 pixels
+    assert boxes[-1].tolist() == [88 - 22, 88 - 25.5, 88 + 22, 88 + 25.5]  # 44 x 51 around the last one of 16
+    assert steps.tolist() == [8.0] * 432 + [16.0] * 108
+    picture = torch.zeros(1, 3, 96, 96)
+    before = model(picture)
+    assert before.shape == (1, 540, 15)
+    picture[0, :, :8, :8] = 1.0
+    reached = (model(picture) - before).abs()[0, :432, 4].view(12, 12, 3).amax(-1)
+    assert reached[0, 0] > 10 * reached[6:, 6:].max()  # what reaches all of it came over the coarse map
+    assert torch.equal(model.half().default_boxes(), boxes)
+    zero = yolo.place(torch.zeros(2, 540, 4), boxes, steps)
+    assert torch.allclose(zero, boxes.expand(2, -1, -1), atol=1e-5)
+    far = yolo.place(torch.tensor([[100.0, -100.0, 100.0, -100.0]]), boxes[:1], steps[:1])
+    assert far[0].tolist() == pytest.approx(
+        [12 - 28, -4, 12 + 28, -4]
+    )  # a cell to the right and up, four times as wide
+
+
+def test_yolo_starts_sure_of_nothing_and_is_made_of_cross_stages():
+    torch.manual_seed(0)
+    model = yolo.yolo_small(10, 96)
+    assert float(model(torch.randn(2, 3, 96, 96))[..., 4].detach().sigmoid().mean()) == pytest.approx(0.01, rel=0.5)
+
+    def unit(inputs, outputs, side=1):
+        return inputs * outputs * side**2 + 2 * outputs
+
+    def stage(inputs, outputs):
+        half = outputs // 2
+        return 2 * unit(inputs, half) + unit(half, half) + unit(half, half, 3) + unit(outputs, outputs)
+
+    backbone = unit(3, 16, 3) + unit(16, 32, 3) + stage(32, 32) + unit(32, 64, 3) + stage(64, 64)
+    neck = unit(64, 128, 3) + stage(128, 128) + unit(128, 64) + stage(128, 64)
+    assert parameters(model) == backbone + neck + conv(64, 45, 1) + conv(128, 45, 1)
+    stages = [module for module in model.modules() if isinstance(module, yolo.CrossStage)]
+    x = torch.randn(1, 32, 4, 4)
+    by_hand = stages[0].join(torch.cat([stages[0].through(x), stages[0].past(x)], 1))
+    assert len(stages) == 4 and torch.allclose(stages[0](x), by_hand)
+
+
 def test_faster_rcnn_vgg16_has_137_million_parameters():
     with torch.device("meta"):
         model = faster_rcnn.faster_rcnn_vgg16(20, 600)
@@ -143,6 +187,8 @@ def test_small_networks_refuse_what_they_cannot_take(tmp_path):
         faster_rcnn.faster_rcnn_small(10, 96, tmp_path)
     with pytest.raises(UserError, match="task.size=100 is not a multiple of 8"):
         ssd.ssd_dense(10, 100, True)
+    with pytest.raises(UserError, match="task.backbone=null"):
+        yolo.yolo_small(10, 96, tmp_path)
     with pytest.raises(UserError, match="task.size=300"):
         ssd.ssd300_vgg16(20, 512, True)
 

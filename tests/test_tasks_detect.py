@@ -1,5 +1,6 @@
 """Detection task: matching, losses, average precision and evaluation, against hand-made values and plain references."""
 
+import itertools
 import math
 
 import numpy as np
@@ -16,10 +17,13 @@ from mptrain.tasks.detect.average_precision import AveragePrecision
 from mptrain.tasks.detect.decoding import decode
 from mptrain.tasks.detect.losses import mean_loss, positives_loss
 from mptrain.tasks.detect.matching import BACKGROUND, coder, match
+from mptrain.tasks.detect.objectness import mean
 from mptrain.tasks.detect.single_shot import SingleShot
 
 SSD = "mptrain.models.ssd:ssd_dense"
+YOLO = "mptrain.models.yolo:yolo_small"
 RCNN = "mptrain.models.faster_rcnn:faster_rcnn_small"
+KINDS = [(SSD, "mean"), (SSD, "positives"), (YOLO, "objectness"), (RCNN, None)]
 
 
 def target(boxes, labels, difficult=None) -> dict[str, torch.Tensor]:
@@ -310,6 +314,51 @@ def test_average_precision_against_the_classic_procedure(seed):
     assert precision_of(*pictures) == pytest.approx(classic(pictures, 3), abs=1e-6)
 
 
+def test_objectness_loss_against_plain_float64():
+    """Two pictures, one with an object of class 1 in the place of a default box of the coarse map, one without."""
+    task = small_task(YOLO, "objectness")
+    boxes, steps = task.boxes.double(), task.steps.double()
+    number = len(boxes) - 3 * 4 + 1  # the second anchor of the first cell of the coarse map
+    assert boxes[number].tolist() == pytest.approx([8 - 46 / 6, 8 - 28 / 6, 8 + 46 / 6, 8 + 28 / 6])
+    objects = target([(boxes[number] + 1).tolist()], [1])
+    outputs = torch.randn(2, len(boxes), 7, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    labels = match([objects, target([], [])], task.boxes)[0]
+    assert labels[0, number] == 1 and (labels[1] == BACKGROUND).all()
+    cost, objectness = 0.0, 0.0
+    for picture, box in itertools.product(range(2), range(len(boxes))):
+        row, wanted = outputs[picture, box].double(), 0.0
+        if labels[picture, box] == 1:
+            x, y, wide, high = 2 * row[:4].sigmoid()
+            left, top, right, bottom = boxes[box]
+            x, y = (left + right) / 2 + (x - 1) * steps[box], (top + bottom) / 2 + (y - 1) * steps[box]
+            wide, high = wide**2 * (right - left), high**2 * (bottom - top)
+            placed = torch.stack([x - wide / 2, y - high / 2, x + wide / 2, y + high / 2])
+            iou, distance, shape = apart(placed, objects["boxes"][0].double())
+            weight = (shape / (1 - iou + shape)).detach()
+            cost = cost + 1 - iou + distance + weight * shape
+            cost = cost - (torch.log(row[6].sigmoid()) + torch.log(1 - row[5].sigmoid())) / 2
+            wanted = float(iou.detach())
+        p = row[4].sigmoid()
+        objectness = objectness - wanted * torch.log(p) - (1 - wanted) * torch.log(1 - p)
+    expected = objectness / (2 * len(boxes)) + cost / int((labels == 1).sum())
+    loss = mean(*task.parts(outputs, [objects, target([], [])]))
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    mine, plain = (torch.autograd.grad(value, outputs)[0] for value in (loss, expected))
+    torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-7)
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """IoU of two boxes (4,), squared distance of their centres over the squared diagonal around both, how much their
+    proportions differ (Zheng et al. 2020, equations 7 to 10)."""
+    sides = (torch.minimum(one[2:], other[2:]) - torch.maximum(one[:2], other[:2])).clamp(min=0)
+    areas = sum((box[2:] - box[:2]).prod() for box in (one, other))
+    around = torch.maximum(one[2:], other[2:]) - torch.minimum(one[:2], other[:2])
+    centres = (one[:2] + one[2:] - other[:2] - other[2:]) / 2
+    angles = [torch.atan((box[2] - box[0]) / (box[3] - box[1])) for box in (one, other)]
+    iou = sides.prod() / (areas - sides.prod())
+    return iou, (centres**2).sum() / (around**2).sum(), 4 / math.pi**2 * (angles[0] - angles[1]) ** 2
+
+
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
@@ -334,11 +383,12 @@ def small_task(model: str, normalise: str | None):
     return task
 
 
-@pytest.mark.parametrize("model, normalise", [(SSD, "mean"), (SSD, "positives"), (RCNN, None)])
+@pytest.mark.parametrize("model, normalise", KINDS)
 def test_evaluation_does_not_depend_on_the_batch_size(model, normalise):
     task = small_task(model, normalise)
-    if model == SSD:  # sure enough, and of different things, to detect something from the start
-        for layer in task.models["model"].head.classification_head.module_list:
+    network = task.models["model"]
+    if model != RCNN:  # sure enough, and of different things, to detect something from the start
+        for layer in network.head.classification_head.module_list if model == SSD else network.heads:
             nn.init.normal_(layer.weight, std=0.2)
             nn.init.zeros_(layer.bias)
     task.test_set.count = 29
@@ -351,7 +401,7 @@ def test_evaluation_does_not_depend_on_the_batch_size(model, normalise):
             assert other[name] == pytest.approx(value, abs=1e-3 if name == "mAP50" else 1e-5 * value)
 
 
-@pytest.mark.parametrize("model, normalise", [(SSD, "mean"), (SSD, "positives"), (RCNN, None)])
+@pytest.mark.parametrize("model, normalise", KINDS)
 def test_a_few_steps_lower_the_loss(model, normalise):
     task = small_task(model, normalise)
     network = task.models["model"].train()
@@ -369,7 +419,7 @@ def test_a_few_steps_lower_the_loss(model, normalise):
     assert values[-1] < 0.8 * values[0]
 
 
-@pytest.mark.parametrize("model, normalise", [(SSD, "mean"), (SSD, "positives"), (RCNN, None)])
+@pytest.mark.parametrize("model, normalise", KINDS)
 def test_a_network_full_of_nan_has_a_nan_loss_and_detects_nothing(model, normalise):
     task = small_task(model, normalise)
     with torch.no_grad():
@@ -387,8 +437,13 @@ FITTING = {"model": SSD, "size": 32, "classes": 2, "normalise": "mean"}
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"normalise": "sum"}, "task.normalise=sum is unknown; type task.normalise=mean or task.normalise=positives"),
-        ({"normalise": None}, "an SSD takes task.normalise=mean or positives"),
+        ({"normalise": "sum"}, "task.normalise=sum is unknown; type task.normalise=mean, task.normalise=positives"),
+        ({"normalise": None}, "an SSD takes task.normalise=mean or positives, a YOLO objectness"),
+        ({"normalise": "objectness"}, "an SSD takes task.normalise=mean or positives, a YOLO objectness"),
+        ({"model": YOLO}, "a YOLO objectness"),
+        ({"model": YOLO, "normalise": None}, "a YOLO objectness"),
+        ({"model": RCNN, "normalise": "objectness"}, "a Faster R-CNN null"),
+        ({"model": YOLO, "normalise": "objectness", "size": 40}, "task.size=40 is not a multiple of 16"),
         ({"model": RCNN}, "a Faster R-CNN null"),
         ({"size": 0}, "task.size=0 and task.classes=2 have to be at least 1"),
         ({"backbone": "vgg.pth"}, "type task.backbone=null"),

@@ -19,10 +19,15 @@ def decode(scores: Tensor, offsets: Tensor, boxes: Tensor, size: int) -> dict[st
 
     Takes scores (boxes, classes), offsets (boxes, 4) and default boxes (boxes, 4), all float32.
     """
-    placed = clip_boxes_to_image(coder.decode_single(offsets, boxes), (size, size))
-    best, index = scores.topk(min(CANDIDATES, len(scores)), dim=0)
-    labels = torch.arange(scores.shape[1], device=scores.device).expand_as(best)
-    likely = best > LOWEST_SCORE
-    found, values, classes = placed[index[likely]], best[likely], labels[likely]
+    return best(scores, coder.decode_single(offsets, boxes), size)
+
+
+def best(scores: Tensor, placed: Tensor, size: int) -> dict[str, Tensor]:
+    """The same from boxes (boxes, 4) in their place, in pixels."""
+    placed = clip_boxes_to_image(placed, (size, size))
+    highest, index = scores.topk(min(CANDIDATES, len(scores)), dim=0)
+    labels = torch.arange(scores.shape[1], device=scores.device).expand_as(highest)
+    likely = highest > LOWEST_SCORE
+    found, values, classes = placed[index[likely]], highest[likely], labels[likely]
     kept = batched_nms(found, values, classes, SUPPRESSION_OVERLAP)[:DETECTIONS]
     return {"boxes": found[kept], "scores": values[kept], "labels": classes[kept]}
