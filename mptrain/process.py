@@ -48,6 +48,17 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
+def torch_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The states of torch's generators alone: a microsecond, so that every step may note from where it drew."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_torch_state(state: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
 @contextmanager
 def same_random_state(device: torch.device) -> Iterator[None]:
     """Whatever is drawn inside, the generators go on as if it had not been."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,9 @@ def explain(run: Run, window: list[Batch]) -> list[Finding]:
 
     def again() -> list[torch.Tensor]:
         losses = []
+        scaler = run.scaler.aside()
+        scaler.value, drawn_from = run.begun  # the step's own scale, and dropout as it fell
+        process.set_torch_state(drawn_from, run.device)
         run.weights.zero_grad()
         run.buffers.keep()
         carried = run.task.state_dict()
@@ -43,16 +46,15 @@ def explain(run: Run, window: list[Batch]) -> list[Finding]:
             phases = run.task.losses(run.to_device(batch))
             while (phase := run.forward(phases)) is not None:
                 losses.append(phase[1].detach())
-                run.scaler.scale(phase[1]).backward()
+                scaler.scale(phase[1]).backward()
         run.buffers.restore()
         run.task.load_state_dict(carried)
         run.weights.zero_grad()
         return losses
 
     run.explained = True
-    if run.observer is not None:
-        run.observer.watch.skip()  # what runs again is no step
-    with run.throughput.paused(), process.same_random_state(run.device), run.weights.whole():
+    unseen = nullcontext() if run.observer is None else run.observer.watch.blind()
+    with unseen, run.throughput.paused(), process.same_random_state(run.device), run.weights.whole():
         found = [f for f in run.ranks.gathered(first_nonfinite(run.models, again)) if f is not None]
     if found and run.ranks.leads:
         content = {"step": run.attempted, "scale": run.scaler.value, **found[0].as_dict()}

@@ -253,6 +253,7 @@ class Run:
         sizes = [self.task.size(batch) for batch in window]
         totals = self.ranks.totals(sizes)
         self.units = sum(totals)
+        self.begun = self.scaler.value, process.torch_state(self.device)
         before = self.task.state_dict()
         self.weights.zero_grad()
         if self.has_buffers:

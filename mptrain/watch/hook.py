@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,22 @@ class Watch:
         distance = max(1, self.every // DENSER) if coming <= self.dense_until else self.every
         if coming == 1 or coming % distance == 0:
             self._collection = Collection(self)
+
+    @contextmanager
+    def blind(self) -> Iterator[None]:
+        """What runs inside belongs to no step: it is neither looked at nor counted."""
+        counter = getattr(self.arithmetic, "counter", None)
+        if self._collection is not None:
+            self._collection.muted = True
+        if counter is not None:
+            self.arithmetic.counter = None
+        try:
+            yield
+        finally:
+            if self._collection is not None:
+                self._collection.muted = False
+            if counter is not None:
+                self.arithmetic.counter = counter
 
     def skip(self) -> None:
         """Leaves the coming step alone, if it was to be looked at."""

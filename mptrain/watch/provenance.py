@@ -10,7 +10,7 @@ backward pass can be traced to a line of the forward pass.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -128,11 +128,24 @@ class _Eyes:
             return
         self.running.pop()
         for tensor in tensors(output):
-            _label(tensor.grad_fn, path)
+            for node in _label(tensor.grad_fn, path):
+                self._follow(node)
             if self.bad is None and not finite(tensor):
                 self.bad = module, tensors(inputs), len(self.births)
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(lambda g, path=path: self._comes_back(path, g))
+
+    def _follow(self, node: Any) -> None:
+        """Notes a step of the backward pass that spoils a finite gradient by means that no operation shows."""
+        name, notes = node.name(), _notes(node)
+
+        def look(made: tuple[Tensor | None, ...], arrived: tuple[Tensor | None, ...]) -> None:
+            known = self.born_backward
+            if not known and all(map(finite, tensors(arrived))) and not all(map(finite, tensors(made))):
+                ranges = [extent(t) for t in tensors(arrived)]
+                known.append(_Birth(name, notes.get(LABEL, OUTSIDE), ranges, readable(notes.get("traceback_", []))))
+
+        node.register_hook(look)
 
     def _comes_back(self, path: str, gradient: Tensor) -> None:
         if self.bad_gradient is None and not finite(gradient):
@@ -209,14 +222,16 @@ def _notes(node: Any) -> dict[str, Any]:
     return node.metadata  # type: ignore[no-any-return]
 
 
-def _label(node: Any, path: str) -> None:
-    """Gives the nodes that a module added to the graph its name; inner modules were there first."""
+def _label(node: Any, path: str) -> Iterator[Any]:
+    """Gives the nodes that a module added to the graph its name, and yields them; inner modules were there first."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
         if node is not None and LABEL not in (notes := _notes(node)):
             notes[LABEL] = path
             waiting += [following for following, _ in node.next_functions]
+            if not hasattr(node, "variable"):
+                yield node
 
 
 def finite(tensor: Tensor) -> bool:
