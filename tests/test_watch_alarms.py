@@ -1,9 +1,10 @@
 """Each alarm's rule, on rows made by hand."""
 
+import numpy as np
 import pytest
 
 from mptrain.watch import alarms
-from mptrain.watch.alarms import Alarms, adam_overshoot, replay, rising
+from mptrain.watch.alarms import Alarms, adam_overshoot, replay, rising, slope
 from mptrain.watch.store import REAL, WHOLE
 
 
@@ -46,9 +47,17 @@ def test_a_rise_is_tested_and_a_flat_share_is_healthy():
 
 
 def test_mann_kendall():
-    # n = 5, all pairs concordant: S = 10, var = 5*4*15/18, z = 9/sqrt(16.67)
-    assert rising([1, 2, 3, 4, 5]) == pytest.approx(0.01375, abs=1e-4)
+    # n = 5, all pairs concordant: one of the 5! orders
+    assert rising([1, 2, 3, 4, 5]) == pytest.approx(1 / 120)
+    # one pair swapped: 4 further orders have as many concordant pairs
+    assert rising([1, 2, 3, 5, 4]) == pytest.approx(5 / 120)
     assert rising([5, 4, 3, 2, 1]) == rising([1, 1, 1]) == 1.0
+    assert slope([(1, 0.0), (11, 1.0), (21, 2.0), (31, 3.0), (41, 90.0)]) == pytest.approx(0.1)
+
+
+def test_noise_is_no_trend():
+    random = np.random.default_rng(0)
+    assert sum(rising(random.random(20)) < 0.01 for _ in range(300)) <= 8  # 3 are expected
 
 
 def test_no_scale_holds_more_than_forty_binades():
@@ -82,6 +91,16 @@ def test_scale():
     assert scales(64.0, 8.0, 1.0, 1.0, 1.0) == ["scale at its floor"]
     assert scales(*[2.0**20] * 6, 2.0**9) == ["scale collapsed"]
     assert scales(1.0, 1.0, 1.0, 1.0, 1.0) == []  # static
+
+
+def test_the_scale_alarm_names_the_layers_that_overflowed_and_since_when():
+    found = Alarms(floor=1.0)
+    bad = dict(layer="c", kind="grad_weight", name="weight")
+    for step, scale, inf in [(10, 64.0, 0), (20, 8.0, 1), (30, 1.0, 0), (40, 1.0, 0), (50, 1.0, 0)]:
+        found.look([row(step, scale=scale, **bad, inf=inf), row(step, "d", "grad_weight", "weight", scale=scale)])
+    (alarm,) = found.found
+    assert (alarm.rule, alarm.step, alarm.layers) == ("scale at its floor", 50, ("c",))
+    assert "since step 30" in alarm.evidence and "BF16" in alarm.advice
 
 
 def test_zero_gradients_under_adam():

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mptrain.watch.histogram import INFINITE_FROM, Histogram
+from mptrain.watch.histogram import Histogram
 
 Rows = Sequence[dict[str, Any]]
 
@@ -53,6 +53,7 @@ class Alarms:
         self.rates: list[tuple[int, float]] = []
         self.scales: list[tuple[int, float]] = []
         self._zeros: dict[tuple[str, str], tuple[int, int] | None] = {}
+        self._overflowed: dict[str, None] = {}
 
     def look(self, rows: Rows) -> list[Alarm]:
         """The alarms that the rows of one step raise and no earlier ones did (another layer is new)."""
@@ -85,7 +86,7 @@ class Alarms:
                 step,
                 (),
                 f"the share of gradients rounded to zero rose from {self.rates[0][1]:.2%} to {rate:.2%} since step "
-                f"{self.rates[0][0]} (Mann-Kendall p < {TREND_P:g})",
+                f"{self.rates[0][0]}, by {slope(self.rates) * 100:.2%} in 100 steps (Mann-Kendall p < {TREND_P:g})",
                 advice(rows),
             )
 
@@ -94,9 +95,10 @@ class Alarms:
         if scale is None:
             return
         self.scales.append((step, scale))
-        settled = [s for _, s in self.scales[len(self.scales) // 4 :]]
-        largest = [row for row in gradients(rows) if row["inf"] or row["nan"]]
-        where = tuple(dict.fromkeys(row["layer"] for row in largest))
+        settled = self.scales[len(self.scales) // 4 :]
+        highest = max(s for _, s in settled)
+        self._overflowed |= {row["layer"]: None for row in gradients(rows) if row["inf"] or row["nan"]}
+        where = tuple(self._overflowed)
         if len(self.scales) > PATIENCE and all(s <= self.floor < self.scales[0][1] for _, s in self.scales[-PATIENCE:]):
             since = next(at for at, s in self.scales if s <= self.floor)
             yield Alarm(
@@ -107,12 +109,13 @@ class Alarms:
                 "gradients overflow whatever the scale: move to BF16, or look at provenance.json for a layer that "
                 "makes NaN",
             )
-        elif max(settled) / scale >= COLLAPSE and len(self.scales) > PATIENCE:
+        elif highest / scale >= COLLAPSE and len(self.scales) > PATIENCE:
+            since = max(at for at, s in settled if s == highest)
             yield Alarm(
                 "scale collapsed",
                 step,
                 where,
-                f"the loss scale fell from {max(settled):g} to {scale:g}",
+                f"the loss scale fell from {highest:g} after step {since} to {scale:g}",
                 "a smaller scaling.interval brings it back sooner; BF16 needs none",
             )
 
@@ -208,11 +211,10 @@ def underflow(rows: Rows) -> Iterator[Alarm]:
 
 def advice(rows: Rows) -> str:
     """Raise the scale if the largest gradient leaves room for it, else BF16."""
-    tops = [max(h.exponents) for row in gradients(rows) if (h := histogram(row)).exponents]
-    room = INFINITE_FROM - 3 - max(tops) if tops else 0
+    room = sum((histogram(row) for row in gradients(rows)), Histogram()).best_scale()
     scale = next((row["scale"] for row in rows if row["scale"] is not None), None) or 1.0
-    if room >= 3:
-        return f"raise the loss scale: the largest gradient leaves room for {scale * 2.0**room:g} (now {scale:g})"
+    if room >= 8:
+        return f"raise the loss scale: the largest gradient leaves room for {scale * room:g} (now {scale:g})"
     return "move to BF16: the largest gradient leaves no room for a higher loss scale"
 
 
@@ -284,14 +286,18 @@ def lost_updates(rows: Rows) -> Iterator[Alarm]:
 
 
 def rising(values: Sequence[float]) -> float:
-    """One-sided p of the Mann-Kendall test for a rising trend, by its normal approximation with ties."""
-    n = len(values)
-    s = sum((b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :])
-    ties = [values.count(v) for v in set(values)]
-    variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties)) / 18
-    if s <= 0 or variance <= 0:
-        return 1.0
-    return 0.5 * math.erfc((s - 1) / math.sqrt(2 * variance))
+    """One-sided p of the Mann-Kendall test for a rising trend: Kendall's tau between values and their order."""
+    from scipy.stats import kendalltau  # slow to import, and only a run that is watched for long needs it
+
+    p = float(kendalltau(range(len(values)), values, alternative="greater").pvalue)
+    return 1.0 if math.isnan(p) else p
+
+
+def slope(points: Sequence[tuple[int, float]]) -> float:
+    """The median slope between any two points (Theil and Sen)."""
+    from scipy.stats import theilslopes
+
+    return float(theilslopes([y for _, y in points], [x for x, _ in points]).slope)
 
 
 def adam_overshoot(steps: int, beta1: float = 0.9, beta2: float = 0.999) -> float:

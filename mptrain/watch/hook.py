@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mptrain.errors import UserError
-from mptrain.watch.alarms import Alarm, Alarms
+from mptrain.watch.alarms import Alarm, Alarms, replay
 from mptrain.watch.collection import Collection
 from mptrain.watch.modules import named
 from mptrain.watch.products import are_native
@@ -124,14 +124,10 @@ class Watch:
         """Goes on after this step: drops rows that came later, and remembers the alarms of those that stay."""
         self._abandon()
         self.done = step
-        self.alarms = Alarms(self.alarms.floor)
-        by_step: dict[int, list[dict[str, Any]]] = {}
-        for row in self.store.cut(step) if self.store is not None else ():
-            by_step.setdefault(row["step"], []).append(row)
-        self.shadowed = any(row["name"] == "products" for rows in by_step.values() for row in rows)
-        for at in sorted(by_step):
-            if self.alarms.look(by_step[at]):
-                self.dense_until = at + DENSE_STEPS
+        kept = [] if self.store is None else self.store.cut(step)
+        self.shadowed = any(row["name"] == "products" for row in kept)
+        self.alarms = replay(kept, self.alarms.floor)
+        self.dense_until = max((alarm.step + DENSE_STEPS for alarm in self.alarms.found), default=0)
         self._begin()
 
     def flush(self) -> None:
