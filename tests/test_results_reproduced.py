@@ -41,10 +41,10 @@ PAPER = {
 FIRST_SCREEN = """\
 | paper | here (interval) | verdict |
 | --- | --- | --- |
-| table 1: a scale helps | scaled 0.8838, fp32 0.8840 top1: difference -0.0002 (-0.00155 to 0.00115); \
+| table 1: a scale helps | scaled 0.8838, fp32 0.8840 top1: difference -0.00020 (-0.00155 to 0.00115); \
 fp16: 1 of 2 seeds diverged | shows; undecided |
 | figure 1: steps are skipped | scaled: 0 % skipped | not at this size |
-| section 3: memory is halved | scaled 60.00, fp32 120.0 MiB: ratio 0.5 | shows |
+| section 3: memory is halved | scaled 60.00, fp32 120.0 MiB: ratio 0.500 | shows |
 | article: BF16 | bf16: not run | not run |
 """
 
@@ -169,13 +169,13 @@ def verdict_of(**changes):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"quantity": "watch.grad_weight.tiny"}, "a: 12.3 % (10 % to 20 %) below 2^-24"),
+        ({"quantity": "watch.grad_weight.tiny"}, "a: 12.3 % (10.0 % to 20.0 %) below 2^-24"),
         ({"quantity": "counts.grad_input.flushed", "what": "ratio", "mean": 0.1, "mean_against": 0.81},
-         "a 10 %, b 81 % flushed: ratio 0.123 (0.1 to 0.2)"),
+         "a 10.0 %, b 81.0 % flushed: ratio 0.123 (0.100 to 0.200)"),
         ({"quantity": "memory.weights", "what": "ratio", "number": 1.5, "low": 1.5, "high": 1.5, "mean": 6.0,
-          "mean_against": 4.0}, "a 6.000, b 4.000 MiB of weights: ratio 1.5"),
+          "mean_against": 4.0}, "a 6.000, b 4.000 MiB of weights: ratio 1.50"),
         ({"quantity": "metric", "metric": "top1", "what": "difference", "seeds": 18},
-         "a against b, 18 pairs of several recipes, top1: difference 0.123 (0.1 to 0.2)"),
+         "a against b, 18 pairs of several recipes, top1: difference 0.123 (0.100 to 0.200)"),
         ({"quantity": "metric", "metric": "top1", "what": "loss", "seeds": 1, "low": None, "high": None, "mean": 0.5,
           "mean_against": 0.6}, "a 0.5000, b 0.6000 top1: loss 0.123 (n=1)"),
         ({"what": "", "number": None, "diverged": 2, "made": 3}, "a: 2 of 3 seeds diverged"),

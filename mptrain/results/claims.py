@@ -4,7 +4,8 @@ Each test says in which region a number has to lie for the claim to be true; the
 A claim *shows* if the interval of the number lies inside the region, does *not* show at this size if the 95 % interval
 lies outside of it, and is *undecided* in between or with too few seeds. Inside is asked of the 90 % interval where
 equality is claimed (two one-sided tests at 5 %; Schuirmann 1987), of the 95 % interval elsewhere. A loss that is shown
-to be smaller than the margin of the task does not show, even if it may not be zero.
+to be smaller than the margin of the task (one-sided at 5 %, as the table calls it equal) does not show, even if it may
+not be zero.
 """
 
 import math
@@ -178,8 +179,8 @@ def _decided(
     inner = told.narrow if level(claim) == 90 else told.wide
     if low < inner[0] and inner[1] < high:
         return SHOWS
-    if claim.test == "worse" and claim.of == "metric":
-        low = max(low, margin)
+    if claim.test == "worse" and claim.of == "metric" and told.narrow[1] < margin:
+        return NOT_AT_THIS_SIZE
     return NOT_AT_THIS_SIZE if told.wide[1] <= low or told.wide[0] >= high else UNDECIDED
 
 

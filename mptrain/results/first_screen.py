@@ -3,6 +3,7 @@
 It is made of the claims that have a `headline`; those that share one share its line. All of it stands in claims.csv.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -53,18 +54,22 @@ def here(claim: Verdict) -> str:
     decides = f"{claim.what} {_interval(claim, percent and claim.what != 'ratio')}"
     if claim.mean is None or claim.mean_against is None:
         return f"{claim.run} against {claim.against}, {claim.seeds} pairs of several recipes, {unit}: {decides}"
-    own, other = (_digits(x, percent) if percent else significant(x) for x in (claim.mean, claim.mean_against))
+    both = (claim.mean, claim.mean_against)
+    own, other = _digits(both, percent) if percent else map(significant, both)
     return f"{claim.run} {own}, {claim.against} {other} {unit}: {decides}"
 
 
 def _interval(claim: Verdict, percent: bool) -> str:
     assert claim.number is not None
-    text = _digits(claim.number, percent)
-    if claim.low is None or claim.high is None or claim.seeds < 2:
-        return f"{text} (n=1)" if claim.seeds < 2 and claim.low is None else text
-    low, high = _digits(claim.low, percent), _digits(claim.high, percent)
-    return text if low == high else f"{text} ({low} to {high})"
+    if claim.low is None or claim.high is None:
+        return f"{_digits([claim.number], percent)[0]} (n=1)"
+    number, low, high = _digits([claim.number, claim.low, claim.high], percent)
+    return number if low == high else f"{number} ({low} to {high})"
 
 
-def _digits(value: float, percent: bool) -> str:
-    return f"{100 * value:.3g} %" if percent else f"{value:.3g}"
+def _digits(values: Sequence[float], percent: bool) -> list[str]:
+    """All with as many decimals as the largest needs for three digits."""
+    factor, unit = (100, " %") if percent else (1, "")
+    largest = max(abs(value) * factor for value in values)
+    places = min(8, max(0, 2 - math.floor(math.log10(largest)))) if largest else 0
+    return [f"{value * factor:.{places}f}{unit}" for value in values]
