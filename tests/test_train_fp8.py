@@ -4,7 +4,7 @@ import json
 from unittest.mock import patch
 
 import pytest
-from test_parallel import close, together
+from tiny.ranks import close, together
 from tiny.runs import last_state, lasting, lines, same_bits, settings, weights
 
 from mptrain.results import checkpoint
