@@ -117,7 +117,7 @@ def _train(argv: list[str]) -> int:
     from mptrain import compose
 
     argv = compose.checked(compose.with_plus(argv))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not {"-m", "--multirun"}.isdisjoint(argv):
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and not {"-m", "--multirun"}.isdisjoint(argv):
         raise UserError(
             "several processes share one run (torchrun), not a sweep (-m); start torchrun once for each run"
         )

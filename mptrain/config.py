@@ -260,7 +260,8 @@ def check(values: Mapping[str, Any], baseline: Mapping[str, Any] | None = None) 
 def _about_scale(scale: Any, precision: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     effective = precision.get("scale", "none") if scale is None else scale
     found = []
-    if isinstance(scale, bool) or (isinstance(scale, str) and scale not in ("none", *MOVING)):
+    known = scale in ("none", *MOVING) if isinstance(scale, str) else isinstance(scale, (int, float, type(None)))
+    if isinstance(scale, bool) or not known:
         found.append(f"scale={scale}: give a positive number (static), dynamic, layerwise or none")
     elif isinstance(scale, (int, float)) and not 2.0**-126 <= scale <= 2.0**126:
         found.append(
@@ -371,6 +372,7 @@ def _sentence(error: Any) -> str:
         "string_type": "text",
         "string_too_short": "a name, or leave it out",
         "dict_type": "a mapping",
+        "list_type": "a list, e.g. [a,b]",
         "model_type": "a mapping",
         "greater_than_equal": f"a number of {limits.get('ge')} or more",
         "greater_than": f"a number above {limits.get('gt')}",

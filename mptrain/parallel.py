@@ -232,16 +232,36 @@ def minding(ranks: Alone) -> Iterator[None]:
             raise
 
 
+def place_of() -> tuple[int, int, int]:
+    """(processes, this one's rank, its number on this machine), as a launcher said; (1, 0, 0) without one."""
+    names = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+    given = [os.environ.get(name) for name in names]
+    if given[0] is None:
+        return 1, 0, 0
+    try:
+        size, rank, local = int(given[0]), int(given[1] or 0), int(given[2] or 0)
+        if 0 <= rank < size and local >= 0 and (size == 1 or given[1] is not None):
+            return size, rank, local
+    except ValueError:
+        pass
+    said = ", ".join(
+        f"{name}={'(unset)' if value is None else value[:50]}" for name, value in zip(names, given, strict=True)
+    )
+    raise UserError(
+        f"the environment says {said}, which is no place in a job; start several processes with torchrun, or unset "
+        "WORLD_SIZE"
+    )
+
+
 @contextmanager
 def joined(device: str, kind: type[Ranks] = Ranks) -> Iterator[Alone]:
     """This process's place among those that torchrun started; a process of its own is alone."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size, rank, local = place_of()
     if size == 1:
         yield Alone()
         return
     import torch.distributed as dist
 
-    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     if ":" in device:
         raise UserError(f"device={device} names one GPU for {size} processes; give device=cuda, each takes its own")
     on_gpu = device != "cpu" and torch.cuda.is_available()

@@ -4,7 +4,8 @@
     python scripts/fuzz_parsers.py --seconds 30 summary checkpoint
 
 With `pip install atheris` the search is guided by coverage; without, valid input is mutated at random. What breaks a
-parser is printed, kept in the folder --keep, and belongs into BROKE of tests/test_hostile_files.py.
+parser is printed, kept in the folder --keep, and belongs into tests/broke/PARSER/, which tests/test_hostile_files.py
+replays.
 """
 
 from __future__ import annotations
@@ -101,9 +102,75 @@ def command(content: bytes) -> None:
     checked(["+recipe=resnet", *content.decode("utf-8", "replace").replace("\0", "").split("\n")[:5]])
 
 
+def verb(content: bytes) -> None:
+    """The command line of a verb that looks at one run."""
+    from mptrain.compose import config
+
+    config(["+recipe=resnet", *content.decode("utf-8", "replace").replace("\0", "").split("\n")[:5]])
+
+
+def paper(content: bytes) -> None:
+    """A recipe's block, and the overrides that follow from it."""
+    import yaml
+    from pydantic import ValidationError
+
+    from mptrain.paper import Paper
+
+    with contextlib.suppress(yaml.YAMLError, RecursionError, ValueError, ValidationError):
+        for run in Paper.model_validate(yaml.safe_load(content.decode("utf-8", "replace"))).runs.values():
+            assert all(isinstance(text, str) for text in run.overrides)
+
+
+def quantities(content: bytes) -> None:
+    """Everything that a claim may ask of a run whose counts and configuration are somebody else's."""
+    from mptrain.results.named import Records
+    from mptrain.results.quantities import quantity
+    from mptrain.results.runs import Run, read_run
+
+    folder = place("run/counts.json", content).parent
+    place("run/config.yaml", content)
+    place("run/metrics.jsonl", content)
+    run = read_run(str(place("run/summary.json", seeds("summary")[0]).parent), str(folder))
+    assert isinstance(run, Run)
+    for name in ("training loss", "seconds", "counts.forward.flushed", "counts.grad_input.zero"):
+        found = quantity(run, name)
+        assert found is None or isinstance(found, (int, float))
+    assert isinstance(Records([run]).config(run), dict)
+
+
+def watched(content: bytes) -> None:
+    """A part of watch.parquet; one that is damaged is set aside when a run goes on."""
+    from mptrain.watch.store import Store, read_part
+
+    part = place("watch.parquet/000000009.parquet", content)
+    with contextlib.suppress(ValueError):
+        read_part(part)
+    with contextlib.redirect_stderr(io.StringIO()):
+        Store(part.parent).cut(5)
+    for left in part.parent.iterdir():
+        left.unlink()
+
+
+def ranks(content: bytes) -> None:
+    """What a launcher sets in the environment."""
+    from unittest.mock import patch
+
+    from mptrain.parallel import place_of
+
+    text = content.decode("utf-8", "replace").replace("\0", "").encode("utf-8", "replace").decode()
+    values = [*text.split("\n"), "", "", ""][:3]
+    with patch.dict(os.environ, dict(zip(("WORLD_SIZE", "RANK", "LOCAL_RANK"), values, strict=True))):
+        size, rank, local = place_of()
+        assert size >= 1 and 0 <= rank < size and local >= 0
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    f.__name__: f for f in (summary, metrics, config, settings, checkpoint, annotation, captions, picture, command)
-}
+    f.__name__: f
+    for f in (
+        summary, metrics, config, settings, checkpoint, annotation, captions, picture, command, verb, paper, quantities,
+        watched, ranks,
+    )
+}  # fmt: skip
 
 
 def seeds(name: str) -> list[bytes]:
@@ -151,6 +218,24 @@ def seeds(name: str) -> list[bytes]:
             Image.new("RGB", (5, 4), "red").save(buffer := io.BytesIO(), kind)
             found.append(buffer.getvalue())
         return found
+    if name == "paper":
+        return [
+            b"runs: {fp32: {precision: fp32, printed: 0.9}, a: {precision: fp16, scale: 8, also: [steps=3]}}\n"
+            b"claims:\n  - {claim: x, test: ratio, run: a, of: counts.forward.zero, above: 0.5}\nseeds: 2\n",
+        ]
+    if name == "quantities":
+        counts = [{"layer": "a", "direction": "forward", "values": 9, "zero": 1, "flushed": 2, "subnormal": 0}]
+        return [json.dumps(counts).encode(), b'{"step": 1, "loss": 0.5}\n{"step": 2, "loss": null}\n', b"a: {b: 1}\n"]
+    if name == "watched":
+        from mptrain.watch.store import REAL, TEXT, WHOLE, Store
+
+        row = {**dict.fromkeys(TEXT, "a"), **dict.fromkeys(WHOLE, 1), **dict.fromkeys(REAL, 0.5), "exponents": [1]}
+        store = Store(ROOM / "seed")
+        store.add([row, {**row, "step": 9}])
+        store.flush()
+        return [(ROOM / "seed" / "000000009.parquet").read_bytes()]
+    if name == "ranks":
+        return [b"2\n1\n0", b"1", b"two\n\n3"]
     return [b"steps=3\nscale=8", b"task.model='a:b'\nprecision=fp16,bf16", b"~clip\n++x.y={a:1}\nseed=range(3)"]
 
 
@@ -158,8 +243,10 @@ def refused_in_words(target: Callable[[bytes], None], content: bytes) -> None:
     """Runs it; an error of the user's is an answer, any other goes on up."""
     from mptrain.errors import UserError
 
-    with contextlib.suppress(UserError):
+    try:
         target(content)
+    except UserError as error:
+        assert str(error).strip(), "an error without words"
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:

@@ -87,6 +87,9 @@ BAD = [
         "precision.master=false contradicts precision.storage=float32: FP32 parameters are their own master copy; "
         "set precision.storage=float16 (or use precision=fp16_nomaster)",
     ),
+    ({"scale": [8]}, "scale=[8]: give a positive number (static), dynamic, layerwise or none"),
+    ({"scale": {"a": 1}}, "scale={'a': 1}: give a positive number (static), dynamic, layerwise or none"),
+    ({"watch__layers": "fc"}, "watch.layers=fc: give a list, e.g. [a,b]"),
     ({"precision__compute": "int8"}, "precision.compute=int8: choose float32 | tf32 | bfloat16 | float16 | float8"),
     ({"precision__keep_fp32": "softmax"}, "precision.keep_fp32=softmax: give a list of names, e.g. [softmax,fc]"),
     ({"task__name": 3}, "task.name=3: give text"),

@@ -200,6 +200,15 @@ def test_torchrun_restarts_a_job_whose_rank_died(tmp_path):
     close(weights(tmp_path / "run"), weights(tmp_path / "alone"), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("given", ["two 0 0", "2 2 0", "0 0 0", "2", "2 x 0", "2 0 -1", ""])
+def test_an_environment_that_is_no_job(monkeypatch, capsys, given):
+    for name, value in zip(("WORLD_SIZE", "RANK", "LOCAL_RANK"), given.split(" "), strict=False):
+        monkeypatch.setenv(name, value)
+    assert cli.main(["+recipe=tiny", "steps=1"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("mptrain: the environment says WORLD_SIZE=") and said.count("\n") == 1, said
+
+
 def test_a_sweep_is_not_shared(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert cli.main(["-m", "+recipe=tiny", "seed=0,1"]) == 1

@@ -111,6 +111,15 @@ def test_floor_above_the_scale_never_raises_it():
     assert scaler.value == 2
 
 
+def test_without_a_floor_it_stops_where_fp32_has_an_inverse():
+    scaler, problem = DynamicScaler(DynamicSettings(floor=0.0)), Problem()
+    for _ in range(200):
+        iterate(scaler, problem, float("nan"))
+    assert scaler.value == 2.0**-126
+    assert iterate(scaler, problem, 2.0**100) == (True, False)
+    assert problem.weight.tolist() == [-(2.0**100)] * 3
+
+
 def test_floor_of_a_back_off_that_would_pass_it():
     scaler, problem = DynamicScaler(DynamicSettings(init=16, floor=3, backoff=0.25)), Problem()
     trace = [iterate(scaler, problem, float("inf")) and scaler.value for _ in range(3)]

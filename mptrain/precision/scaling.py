@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from mptrain.errors import UserError
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+SMALLEST = 2.0**-126
 FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
@@ -167,9 +168,9 @@ class DynamicSettings:
     """How a dynamic scale moves.
 
     init: where it starts. growth: factor after `interval` good iterations in a row. backoff: factor after a bad one.
-    floor, ceiling: limits. hysteresis: bad iterations until it backs off, refilled when it grows, or by every good
-    iteration if `consecutive`. tolerance: it backs off only if at least this share of the iterations since it last
-    moved were bad.
+    floor, ceiling: limits, beside 2^-126, below which FP32 has no inverse. hysteresis: bad iterations until it backs
+    off, refilled when it grows, or by every good iteration if `consecutive`. tolerance: it backs off only if at least
+    this share of the iterations since it last moved were bad.
     """
 
     init: float = 65536.0
@@ -204,7 +205,7 @@ class DynamicScaler(LossScaler):
             self.bad_since_moved += 1
             self.chances -= 1
             if self.chances <= 0 and self.bad_since_moved / self.since_moved >= s.tolerance:
-                self.value = max(self.value * s.backoff, min(s.floor, self.value))
+                self.value = max(self.value * s.backoff, min(max(s.floor, SMALLEST), self.value))
                 self.since_moved = self.bad_since_moved = 0
             return
         self.good += 1
@@ -262,7 +263,7 @@ def check_scale(value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(value, bool) or not 2.0**-126 <= number <= 2.0**126:
+    if isinstance(value, bool) or not SMALLEST <= number <= 1 / SMALLEST:
         raise UserError(
             f"scale={value}: give a positive number (a power of two is exact, e.g. 128), dynamic, layerwise or none"
         )

@@ -51,12 +51,9 @@ class Store:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        columns = (
-            [(n, pa.string()) for n in TEXT] + [(n, pa.int64()) for n in WHOLE] + [(n, pa.float64()) for n in REAL]
-        )
-        table = pa.Table.from_pylist(self.waiting, pa.schema([*columns, ("exponents", pa.list_(pa.int64()))]))
+        table = pa.Table.from_pylist(self.waiting, pa.schema(list(_columns().items())))
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"{max(row['step'] for row in self.waiting):09d}.parquet"
+        name = _name(self.waiting)
         temporary = self.folder / f".{name}.{os.getpid()}.tmp"
         with open(temporary, "wb") as file:
             pq.write_table(table, file, write_page_checksum=True)
@@ -79,15 +76,29 @@ class Store:
                 print(f"mptrain: watch: {error}; the rows of its steps are lost", file=sys.stderr)
                 path.rename(path.with_suffix(".damaged"))
                 continue
-            # a run killed between the two lines below left rows in the old part and in the one that replaces it
+            # a run killed between `flush` and `unlink` left rows in the old part and in the one that replaces it
             last = stay[-1]["step"] if stay else 0
             keep = [row for row in rows if last < row["step"] <= step]
             stay += keep
             if len(keep) < len(rows):
                 self.waiting = keep
                 self.flush()
-                path.unlink()
+                if not keep or path.name != _name(keep):
+                    path.unlink()
         return stay
+
+
+def _name(rows: list[dict[str, Any]]) -> str:
+    return f"{max(row['step'] for row in rows):09d}.parquet"
+
+
+def _columns() -> dict[str, Any]:
+    """Every column with its type in Arrow."""
+    import pyarrow as pa
+
+    columns = {name: kind for names, kind in ((TEXT, pa.string()), (WHOLE, pa.int64()), (REAL, pa.float64()))
+               for name in names}  # fmt: skip
+    return {**columns, "exponents": pa.list_(pa.int64())}
 
 
 def read_part(path: Path) -> list[dict[str, Any]]:
@@ -102,9 +113,9 @@ def read_part(path: Path) -> list[dict[str, Any]]:
         raise
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise ValueError(f"{path.name} is damaged ({(str(error).splitlines() or [''])[0][:200]})") from error
-    names = table.column_names  # not covered by a checksum
-    if len(set(names)) < len(names) or set(names) - {*TEXT, *WHOLE, *REAL, "exponents"}:
-        raise ValueError(f"{path.name} is damaged (its columns are {', '.join(names)[:200]})")
+    found, known = {field.name: field.type for field in table.schema}, _columns()  # not covered by a checksum
+    if len(found) < table.num_columns or any(known.get(name) != kind for name, kind in found.items()):
+        raise ValueError(f"{path.name} is damaged (its columns are {', '.join(table.column_names)[:200]})")
     if not all(isinstance(row.get("step"), int) for row in rows):
         raise ValueError(f"{path.name} is damaged (a row without its step)")
     return rows
