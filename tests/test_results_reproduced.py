@@ -186,6 +186,12 @@ def test_what_came_out_here_in_words(changes, words):
     assert here(verdict_of(**changes)) == words
 
 
+def test_recipes_that_share_a_line_are_named():
+    members = [verdict_of(recipe=name, quantity="skipped", headline="figure 3") for name in ("ssd", "ssd_positives")]
+    (line,) = first_screen_block(members, "made").cells
+    assert line[1].main.startswith("ssd a: 12.3 %") and "; ssd_positives a: 12.3 %" in line[1].main
+
+
 def test_lines_of_the_first_screen_are_ordered_as_in_the_paper():
     headlines = ["stability article: x", "section 3", "figure 2", "table 2", "table 1"]
     block = first_screen_block([verdict_of(headline=each, quantity="skipped") for each in ["", *headlines]], "made")

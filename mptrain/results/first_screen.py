@@ -37,7 +37,9 @@ def _line(members: list[Verdict]) -> list[Cell]:
     words = [each.verdict for each in members]
     alike = len(set(words)) == 1
     verdict = Cell(words[0], tone=TONES.get(words[0], "plain")) if alike else Cell("; ".join(words))
-    return [Cell("; ".join(map(here, members))), verdict]
+    several = len({each.recipe for each in members}) > 1
+    parts = [f"{each.recipe} {here(each)}" if several else here(each) for each in members]
+    return [Cell("; ".join(parts)), verdict]
 
 
 def here(claim: Verdict) -> str:
