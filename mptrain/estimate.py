@@ -31,7 +31,7 @@ from mptrain.config import Config, check
 from mptrain.data.dataset import Batch, BatchKey, DataSpec
 from mptrain.errors import UserError
 from mptrain.gpus import GPUS, Machine
-from mptrain.memory import StepMemory
+from mptrain.memory import KINDS, StepMemory
 from mptrain.precision.arithmetic import Arithmetic
 from mptrain.precision.modes import Precision
 from mptrain.precision.policy import FUNCTIONS
@@ -46,16 +46,6 @@ Recurrent layers keep what oneDNN's keep, not cuDNN's. Where values decide shape
 suppression), the most there can be is assumed. One batch of synthetic data: texts and recordings of other lengths cost
 otherwise. "activations" includes temporaries and, at the peak, gradients that no parameter holds yet. On a CPU the
 peak of each small recipe in FP32, and of the six tried in BF16, is within 0.1 % of MemTracker's of a real step."""
-KINDS = {
-    "Parameter": "weights",
-    "Gradient": "gradients",
-    "Optstate": "optimizer",
-    "Activation": "activations",
-    "Temp": "activations",
-    "Buffer": "buffers",
-    "Other": "copies",
-}
-"""What MemTracker calls a kind of tensor -> what we call it; "copies" are master copies and averages."""
 CONTEXT = 2**30
 """Bytes of a GPU that are not for tensors."""
 CLOSE = 0.01
@@ -108,10 +98,7 @@ class Model:
             tracker.track_external(*self.run.models.values(), *self.run.optimizers.values())
             with tracker, Operations(found.operations):
                 self._through(window)
-        for places in tracker.get_tracker_snapshot("peak").values():
-            for kind, size in places.items():
-                if (value := getattr(kind, "value", kind)) in KINDS:
-                    found.memory[KINDS[value]] = found.memory.get(KINDS[value], 0) + size
+        found.memory |= tracker.kinds()
         return found
 
     def _through(self, window: list[Batch]) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mptrain import __version__
 from mptrain.precision import hardware
@@ -94,24 +95,30 @@ class Instruments:
         self.device = device
         self.dtypes: dict[str, str] = {}
         self.peak_bytes = 0
+        self.kinds: dict[str, int] = {}
         self.settled = False
 
     @contextmanager
-    def watching(self, held: Iterable[Tensor]) -> Iterator[None]:
-        """held: the tensors that live through the step whether it uses them or not, e.g. averaged weights."""
+    def watching(
+        self, held: Iterable[Tensor], models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()
+    ) -> Iterator[None]:
+        """held: the tensors that live through the step whether it uses them or not, e.g. averaged weights.
+
+        models, optimizers: whose tensors these are, to tell kinds of memory apart.
+        """
         memory: Any = nullcontext()
         if self.device.type == "cpu":
             from mptrain.memory import StepMemory  # slow to import, and of no use on a GPU
 
-            memory = StepMemory(held)
+            memory = StepMemory(held, models, optimizers)
         with memory, RanDtypes() as ran:
             yield
         self.dtypes = ran.table()
-        if self.device.type == "cpu":
-            self.peak_bytes = max(self.peak_bytes, memory.peak())
+        if self.device.type == "cpu" and memory.peak() > self.peak_bytes:
+            self.peak_bytes, self.kinds = memory.peak(), memory.kinds()
 
     def memory(self) -> dict[str, Any]:
-        """{peak_mib, how}, and on a GPU reserved_mib, which counts what the allocator keeps"""
+        """{peak_mib, how}; on a CPU kinds_mib, the peak by kind; on a GPU reserved_mib, what the allocator keeps."""
         if self.device.type == "cuda":
             return {
                 "peak_mib": torch.cuda.max_memory_allocated(self.device) / 2**20,
@@ -119,13 +126,20 @@ class Instruments:
                 "how": "torch.cuda.max_memory_allocated",
             }
         peak_mib = self.peak_bytes / 2**20 if self.peak_bytes else None
-        return {"peak_mib": peak_mib, "how": "MemTracker: live tensor bytes, peak of one step"}
+        kinds_mib = {kind: size / 2**20 for kind, size in self.kinds.items()}
+        return {"peak_mib": peak_mib, "kinds_mib": kinds_mib, "how": "MemTracker: live tensor bytes, peak of one step"}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"dtypes": self.dtypes, "peak_bytes": self.peak_bytes, "settled": self.settled}
+        return {
+            "dtypes": self.dtypes,
+            "peak_bytes": self.peak_bytes,
+            "kinds": self.kinds,
+            "settled": self.settled,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.dtypes, self.peak_bytes, self.settled = state["dtypes"], state["peak_bytes"], state["settled"]
+        self.kinds = state.get("kinds", {})  # checkpoints of older versions lack it
 
 
 def waiter(device: torch.device) -> Callable[[], None]:

@@ -6,7 +6,19 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed._tools.mem_tracker import _TOTAL_KEY, MemTracker
+from torch.distributed._tools.mem_tracker import _TOTAL_KEY, MemTracker, _MemRefType
+from torch.optim import Optimizer
+
+KINDS = {
+    "Parameter": "weights",
+    "Gradient": "gradients",
+    "Optstate": "optimizer",
+    "Activation": "activations",
+    "Temp": "activations",
+    "Buffer": "buffers",
+    "Other": "copies",
+}
+"""What MemTracker calls a kind of tensor -> what we call it; "copies" are master copies and averages."""
 
 
 class StepMemory(MemTracker):
@@ -15,12 +27,20 @@ class StepMemory(MemTracker):
     Each storage counts once, while it lives; temporaries inside a kernel are not seen. The original also keeps account
     of every module, which refuses a second forward pass and takes most of its time; here only the whole is counted.
 
-    held: the tensors that were there before the step, whether it uses them or not.
+    held: the tensors that were there before the step, whether it uses them or not. models, optimizers: whose tensors
+    they are, to tell kinds apart; they add nothing.
     """
 
-    def __init__(self, held: Iterable[Tensor]):
+    def __init__(self, held: Iterable[Tensor], models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()):
         super().__init__()
         self.track_external(*held)
+        for model in models:
+            for parameter in model.parameters():
+                self._update_and_maybe_create_winfos(parameter, _MemRefType.PARAM)
+            for buffer in model.buffers():
+                self._update_and_maybe_create_winfos(buffer, _MemRefType.BUFFER)
+        for optimizer in optimizers:
+            self._track_optimizer_states(_MemRefType.OPT, optimizer)
 
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
         if module not in self.memory_tracking:
@@ -44,3 +64,12 @@ class StepMemory(MemTracker):
     def peak(self) -> int:
         """Most bytes of live tensors at any moment of the step."""
         return max((place[_TOTAL_KEY] for place in self.get_tracker_snapshot("peak").values()), default=0)
+
+    def kinds(self) -> dict[str, int]:
+        """The bytes of that moment, by the kinds of KINDS."""
+        found: dict[str, int] = {}
+        for place in self.get_tracker_snapshot("peak").values():
+            for kind, size in place.items():
+                if (name := KINDS.get(str(getattr(kind, "value", kind)))) is not None:
+                    found[name] = found.get(name, 0) + size
+        return found

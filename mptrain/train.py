@@ -307,7 +307,7 @@ class Run:
         self.instruments.settled = all(self.applied.values())
         stack = ExitStack()
         stack.enter_context(self.throughput.paused())
-        stack.enter_context(self.instruments.watching(self.held()))
+        stack.enter_context(self.instruments.watching(self.held(), self.models.values(), self.optimizers.values()))
         return stack
 
     def held(self) -> Iterator[torch.Tensor]:

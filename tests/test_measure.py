@@ -84,6 +84,32 @@ def test_memory_by_hand():
     assert memory.peak() == 4000 + 2000 + 3960
 
 
+def test_memory_by_kind_adds_up_and_changes_no_peak():
+    network = nn.Sequential(nn.Linear(100, 50), nn.BatchNorm1d(50))  # 5,050 + 100 weights, 100 numbers of statistics
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    copy = torch.zeros(10)
+    x = torch.ones(8, 100)
+
+    def step():
+        optimizer.zero_grad()
+        network(x).sum().backward()
+        optimizer.step()
+
+    step()
+    held = [*network.parameters(), *network.buffers(), copy]
+    held += [v for state in optimizer.state.values() for v in state.values()]
+    peaks = []
+    for known in ({}, {"models": [network], "optimizers": [optimizer]}):
+        memory = StepMemory(held, **known)
+        with memory:
+            step()
+        peaks.append(memory.peak())
+    kinds = memory.kinds()
+    assert peaks[0] == peaks[1] == sum(kinds.values())
+    assert kinds["weights"] == kinds["optimizer"] == 5150 * 4 and kinds["copies"] == 40
+    assert kinds["buffers"] == 100 * 4 + 8 and kinds["gradients"] + kinds["activations"] > 5150 * 4
+
+
 def test_memory_of_several_passes_of_one_network():
     network = nn.Linear(100, 100)  # 40,400 bytes, gradients as many
     x = torch.ones(1, 100)

@@ -59,8 +59,9 @@ def file(tmp_path_factory):
     for name in ("a.html", "b.html"):
         assert main(["report", str(folder / "runs"), "-o", str(folder / name), "--figures", str(folder / "png")]) == 0
     assert (folder / "a.html").read_bytes() == (folder / "b.html").read_bytes()
-    names = ["resnet-loss", "resnet-scale", "resnet-underflow-1", "resnet-underflow-2"]
-    assert sorted(path.stem for path in (folder / "png").glob("*.png")) == [f"recipe-{name}" for name in names]
+    names = ["loss", "scale", "underflow-1", "underflow-2"]
+    wanted = ["memory-by-kind", *(f"recipe-resnet-{name}" for name in names)]
+    assert sorted(path.stem for path in (folder / "png").glob("*.png")) == wanted
     return folder / "a.html"
 
 
@@ -153,7 +154,7 @@ def test_every_figure_has_its_numbers_and_fits(chromium, file, width, scheme):
     with opened(chromium, file, width, color_scheme=scheme) as page:
         assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
         figures = page.locator("figure")
-        assert figures.count() == 5
+        assert figures.count() == 7  # histogram, memory chosen and by recipe, loss, scale, two heatmaps
         for figure in figures.all():
             within = figure if figure.locator("table").count() else figure.locator("xpath=..")
             assert within.locator("table tbody tr").count() >= 1
@@ -165,10 +166,22 @@ def test_every_figure_has_its_numbers_and_fits(chromium, file, width, scheme):
         assert label == ("rgb(230, 232, 235)" if dark else "rgb(28, 32, 36)")
 
 
+def test_memory_is_shown_of_the_network_and_batch_that_are_chosen(chromium, file):
+    with opened(chromium, file) as page:
+        page.select_option("#memory-network", label="resnet")
+        before = page.inner_text("#memory-said")
+        assert "resnet at batch 128" in before and "beside it fp16 0." in before
+        page.focus("#memory-batch")
+        page.keyboard.press("ArrowRight")
+        assert "resnet at batch 512" in page.inner_text("#memory-said")
+        peaks = page.locator("#memory-table tbody tr td:last-child").all_inner_texts()
+        assert len(peaks) == 3 and float(peaks[1].replace(",", "")) < float(peaks[0].replace(",", ""))
+
+
 def test_all_controls_are_reached_by_tab_and_shown_to_be(chromium, file):
     with opened(chromium, file) as page:
         wanted = {"histogram-run", "histogram-layer", "scale", "scale-best", "walk-terms", "walk-rate", "walk-scale",
-                  "walk-take", "walk-again", "number"}  # fmt: skip
+                  "walk-take", "walk-again", "number", "memory-network", "memory-batch"}  # fmt: skip
         reached = set()
         for _ in range(60):
             page.keyboard.press("Tab")
@@ -182,7 +195,9 @@ def test_all_controls_are_reached_by_tab_and_shown_to_be(chromium, file):
 
 
 def test_it_can_be_printed(chromium, file):
-    with opened(chromium, file) as page:
+    with opened(chromium, file, color_scheme="dark") as page:
         page.emulate_media(media="print")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert page.locator("figure text").first.evaluate("e => getComputedStyle(e).fill") == "rgb(28, 32, 36)"
         assert not page.is_visible("nav") and page.is_visible("#bins") and page.is_visible("#lost")
         assert page.pdf().startswith(b"%PDF")

@@ -9,10 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from mptrain.errors import UserError
+from mptrain.results.csvfile import write_csv
 from mptrain.results.report import charts
 from mptrain.results.report.curves import binned, curves, logs, read_log, thinned, turns
-from mptrain.results.report.heatmap import heatmap
+from mptrain.results.report.heatmap import heatmap, shortened
 from mptrain.results.report.inside import Losses
+from mptrain.results.report.memory import MIB, Memory, estimated, memory_part, recorded
+from mptrain.results.report.page import script
 
 
 def written(folder, lines):
@@ -94,6 +97,9 @@ def test_a_heatmap_has_the_shares_it_was_given():
     [figure] = heatmap("tiny", "tiny, fp16", losses)
     assert texts(figure) == [["conv", "25.0%", ""], ["fc", "0.0%", "<0.1%"]] and "counted exactly" in figure.caption
     assert heatmap("tiny", "", Losses([], [], {}, True)) == []
+    assert shortened(["fc", "a" * 30 + ".conv1"]) == {"fc": "fc", "a" * 30 + ".conv1": "…" + "a" * 21 + ".conv1"}
+    twins = ["x" + "a" * 30, "y" + "a" * 30]
+    assert shortened(twins) == dict(zip(twins, twins, strict=True))
 
 
 def test_pictures_are_the_same_every_time_and_hold_shapes_and_texts_only():
@@ -145,3 +151,53 @@ def test_a_missing_library_is_told_with_what_to_type(monkeypatch):
     with pytest.raises(UserError, match=r"altair is not installed; type: pip install 'mptrain\[report\]'"):
         charts.lines([], "loss", False)
     charts.altair.cache_clear()
+
+
+def memory(recipe, precision, batch_size, own, *sizes):
+    return Memory(recipe, precision, batch_size, own, *(size * MIB for size in sizes))
+
+
+def test_the_committed_memory_is_whole_and_mixed_precision_takes_less_of_activations():
+    lines = estimated()
+    recipes = {line.recipe for line in lines}
+    assert len(recipes) >= 4 and write_csv(lines, Memory) == script("memory.csv")
+    for recipe in recipes:
+        own = {line.precision: line for line in lines if line.recipe == recipe and line.own_batch}
+        assert own.keys() == {"fp32", "fp16", "fp16_master"}
+        assert own["fp16"].activations < own["fp32"].activations
+        assert own["fp16"].weights == own["fp32"].weights > own["fp16_master"].weights >= own["fp32"].weights / 2
+        assert all(size >= 0 for line in own.values() for size in line.kinds.values())
+
+
+def test_memory_by_kind_is_a_share_of_fp32_and_the_page_gets_every_batch(monkeypatch):
+    lines = [
+        memory("a", "fp32", 2, False, 1, 0, 1, 2, 2, 0, 0),
+        memory("a", "fp32", 8, True, 1, 0, 1, 2, 4, 0, 2),
+        memory("a", "fp16", 8, True, 1, 0, 1, 2, 0, 0, 1),
+    ]
+    monkeypatch.setattr(charts, "inline", lambda chart, name: "<svg/>")
+    monkeypatch.setattr(charts, "bars", lambda points, rows, kinds, title: points)
+    part, [figure] = memory_part(lines)
+    assert texts(figure)[1] == ["a", "1.00", "0.00", "1.00", "2.00", "0.00", "0.00", "1.00", "5.00", "0.50x"]
+    assert sum(point["value"] for point in figure.chart() if point["run"] == "a, fp16") == 0.5
+    data = json.loads(part.html.partition('id="memory-data">')[2].partition("</script>")[0])
+    [network] = data["networks"]
+    assert network["own"] == 1 and [batch["size"] for batch in network["batches"]] == [2, 8]
+    assert network["batches"][0]["bytes"] == {"fp32": [MIB, 0, MIB, 2 * MIB, 2 * MIB, 0, 0]}
+
+
+def test_memory_that_a_record_tells_apart_is_drawn_of_the_largest_run(tmp_path):
+    for seed, size in ((0, 1.0), (1, 2.0)):
+        written(tmp_path / str(seed), [])
+        kinds = {"weights": size, "activations": 3.0}
+        (tmp_path / str(seed) / "summary.json").write_text(json.dumps({"memory": {"kinds_mib": kinds}}))
+    for name, content in (
+        ("odd", {"memory": {"kinds_mib": {"weights": "<b>"}}}),
+        ("old", {"memory": {"peak_mib": 1.0}}),
+    ):
+        written(tmp_path / name, [])
+        (tmp_path / name / "summary.json").write_text(json.dumps(content))
+    given = group(row([str(tmp_path / "0"), str(tmp_path / "1")], "0 1"), row([str(tmp_path / "odd")], "0", "bf16"))
+    [figure] = recorded("tiny", given)
+    assert texts(figure) == [["fp16, scale dynamic", "2.00", "0.00", "0.00", "0.00", "3.00", "0.00", "0.00", "5.00"]]
+    assert recorded("tiny", group(row([str(tmp_path / "old")], "0"))) == []

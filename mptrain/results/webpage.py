@@ -12,7 +12,7 @@ STYLE = """
   color-scheme: light dark;
   --page: #fff; --text: #1c2024; --quiet: #60646c; --line: #dddfe3; --head: #f5f6f8; --good: #18794e; --bad: #c62a2f;
 }
-@media (prefers-color-scheme: dark) {
+@media screen and (prefers-color-scheme: dark) {
   :root {
     --page: #16181b; --text: #e6e8eb; --quiet: #9ba1a8; --line: #33373d; --head: #1f2226;
     --good: #4cc38a; --bad: #ff8b8b;

@@ -21,6 +21,7 @@ KEPT_ATTRIBUTES = {
     "font-weight", "opacity", "clip-path", "id", "gradientUnits", "offset", "stop-color",
 }  # fmt: skip
 DEFAULTS = {"opacity": "1", "transform": "translate(0,0)", "stroke-dasharray": "none", "font-size": "11px"}
+KIND_COLOURS = ("#4c78a8", "#9ecae9", "#f58518", "#e45756", "#72b7b2", "#b279a2", "#9d755d")
 WIDE, TALL = 330, 190  # of one picture, without its axes
 
 
@@ -44,12 +45,12 @@ def lines(points: Points, y: str, log: bool) -> Any:
     order = list(dict.fromkeys(point["run"] for point in points))
     kind = alt.Scale(type="log") if log else alt.Scale(zero=False)
     base = alt.Chart(alt.Data(values=list(points)), width=WIDE, height=TALL).encode(
-        x=alt.X("step:Q", title="step"), color=_colours(alt, order)
+        x=_step(alt), color=_colours(alt, order)
     )
-    value = alt.Y("mean:Q", title=y, scale=kind)
-    dashes = alt.StrokeDash("run:N", sort=order, title=None, legend=_legend(alt))
     band = base.mark_area(opacity=0.18).encode(y=alt.Y("low:Q", title=y, scale=kind), y2="high:Q")
-    line = base.mark_line(strokeWidth=1.8).encode(y=value, strokeDash=dashes)
+    # Equal domains, so that the legends of colours and dashes are drawn as one.
+    dashes = alt.StrokeDash("run:N", scale=alt.Scale(domain=order), title=None, legend=_legend(alt))
+    line = base.mark_line(strokeWidth=1.8).encode(y=alt.Y("mean:Q", title=y, scale=kind), strokeDash=dashes)
     return alt.layer(band, line)
 
 
@@ -62,11 +63,11 @@ def steps(points: Points, skips: Points) -> Any:
     moves = (
         alt.Chart(alt.Data(values=list(points)), **base)
         .mark_line(interpolate="step-after", strokeWidth=1.6)
-        .encode(x=alt.X("step:Q", title="step"), y=y, color=_colours(alt, order), detail="seed:N")
+        .encode(x=_step(alt), y=y, color=_colours(alt, order), detail="seed:N")
     )
     marks = (
         alt.Chart(alt.Data(values=list(skips)), **base)
-        .mark_tick(thickness=1.5, size=14, orient="vertical")
+        .mark_point(shape="triangle-down", filled=True, size=45, opacity=0.9)
         .encode(x="step:Q", y=y, color=_colours(alt, order))
     )
     return alt.layer(moves, marks)
@@ -80,7 +81,7 @@ def heat(points: Points, rows: Sequence[str], title: str) -> Any:
         .mark_rect()
         .encode(
             x=alt.X("step:O", title="step", axis=alt.Axis(labelOverlap=True, labelAngle=0)),
-            y=alt.Y("layer:N", sort=list(rows), title=None, axis=alt.Axis(labelLimit=160)),
+            y=alt.Y("layer:N", sort=list(rows), title=None, axis=alt.Axis(labelLimit=220)),
             color=alt.Color("share:Q", title=title, scale=alt.Scale(scheme="viridis", domain=[0, 1]),
                             legend=alt.Legend(format="%", orient="top", gradientLength=200)),
         )
@@ -96,18 +97,27 @@ def bars(points: Points, rows: Sequence[str], kinds: Sequence[str], title: str) 
         .encode(
             x=alt.X("value:Q", title=title),
             y=alt.Y("run:N", sort=list(rows), title=None, axis=alt.Axis(labelLimit=160)),
-            color=alt.Color("kind:N", sort=list(kinds), title=None, legend=alt.Legend(orient="top", columns=4)),
+            color=alt.Color(
+                "kind:N",
+                scale=alt.Scale(domain=list(kinds), range=list(KIND_COLOURS[: len(kinds)])),
+                title=None,
+                legend=alt.Legend(orient="top", columns=4),
+            ),
             order=alt.Order("place:Q"),
         )
     )
 
 
 def _colours(alt: Any, order: list[str]) -> Any:
-    return alt.Color("run:N", sort=order, title=None, legend=_legend(alt))
+    return alt.Color("run:N", scale=alt.Scale(domain=order), title=None, legend=_legend(alt))
+
+
+def _step(alt: Any) -> Any:
+    return alt.X("step:Q", title="step", axis=alt.Axis(tickMinStep=1, format="d"))
 
 
 def _legend(alt: Any) -> Any:
-    return alt.Legend(orient="bottom", columns=2, labelLimit=170, symbolType="stroke", symbolSize=300)
+    return alt.Legend(orient="bottom", columns=2, labelLimit=170, symbolType="stroke", symbolSize=300, symbolOpacity=1)
 
 
 def _described(chart: Any, background: str) -> dict[str, Any]:

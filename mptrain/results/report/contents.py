@@ -16,6 +16,7 @@ from mptrain.results.report.figure import Figure, beside
 from mptrain.results.report.heatmap import heatmap
 from mptrain.results.report.histogram import histogram_section
 from mptrain.results.report.inside import Seen, label, seen
+from mptrain.results.report.memory import estimated, memory_part, recorded
 from mptrain.results.report.operations import policy_block, ran_block
 from mptrain.results.report.page import Part, formats_part, step_part
 from mptrain.results.reproduced import claims_block, made, printed, printed_block
@@ -49,13 +50,15 @@ def contents(folders: list[Path], probed: list[Path]) -> Contents:
     histogram, no_room = histogram_section(inside.gradients)
     parts += [Part("histogram", "Gradients by exponent, under a loss scale", histogram), step_part(), formats_part()]
     parts += [_part("ran", ran_block(runs)), _part("policy", policy_block())] if runs else []
-    drawn: list[Figure] = []
+    memory, drawn = memory_part(estimated())
+    parts.append(memory)
     numbers: Counter[str] = Counter()
     for block, group in zip(tables.blocks, table.groups, strict=True):
         recipe = f"recipe-{slug(group.rows[0].recipe)}"
         numbers[recipe] += 1
         anchor = recipe if numbers[recipe] == 1 else f"{recipe}-{numbers[recipe]}"
-        figures = curves(anchor, group, logs(group)) + heatmaps(anchor, group, runs, inside)
+        figures = curves(anchor, group, logs(group)) + recorded(anchor, group)
+        figures += heatmaps(anchor, group, runs, inside)
         parts.append(Part(anchor, block.title, section(block, anchor, beside(figures))))
         drawn += figures
     lists = tables.lists | {"Not on this page": inside.unread + no_room}

@@ -167,7 +167,9 @@ def _scales(name: str, found: dict[str, list[Log]]) -> list[Figure]:
     columns = [Column("run", "seed"), Column("skipped", number=True), Column("first scale", number=True),
                Column("lowest", number=True), Column("highest", number=True), Column("last", number=True),
                Column("skipped at steps")]  # fmt: skip
-    caption = "Loss scale over steps, a line a seed, logarithmic axis; a tick marks a step whose update was skipped."
+    caption = (
+        "Loss scale over steps, a line a seed, logarithmic axis; a triangle marks a step whose update was skipped."
+    )
     return [Figure(name, caption, lambda: charts.steps(points, skips), columns, cells)]
 
 

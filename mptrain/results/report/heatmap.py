@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mptrain.results.document import Cell, Column
 from mptrain.results.report import charts
 from mptrain.results.report.curves import thinned
@@ -9,6 +11,7 @@ from mptrain.results.report.figure import Figure
 from mptrain.results.report.inside import Losses
 
 MOST_STEPS, MOST_LAYERS, TABLE_STEPS = 40, 80, 12
+LONGEST = 28  # characters of a layer's path beside the picture; the table has all of it
 
 
 def heatmap(name: str, run: str, losses: Losses) -> list[Figure]:
@@ -35,7 +38,15 @@ def heatmap(name: str, run: str, losses: Losses) -> list[Figure]:
     shown = thinned(steps, TABLE_STEPS)
     columns = [Column("layer")] + [Column(f"step {step}", number=True) for step in shown]
     cells = [[Cell(layer), *(_share(losses.share.get((layer, step))) for step in shown)] for layer in layers]
-    return [Figure(name, caption, lambda: charts.heat(points, layers, title), columns, cells)]
+    shown_as = shortened(layers)
+    named = [{**point, "layer": shown_as[point["layer"]]} for point in points]
+    return [Figure(name, caption, lambda: charts.heat(named, list(shown_as.values()), title), columns, cells)]
+
+
+def shortened(layers: Sequence[str]) -> dict[str, str]:
+    """Long paths by their ends, which tell them apart; in full where two would become one."""
+    ends = {layer: layer if len(layer) <= LONGEST else f"…{layer[-LONGEST + 1 :]}" for layer in layers}
+    return ends if len(set(ends.values())) == len(ends) else dict(zip(layers, layers, strict=True))
 
 
 def _share(share: float | None) -> Cell:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from typing import Any
 
 from mptrain.results.report.inside import ALL, Gradients
+from mptrain.results.report.page import embedded
 
 MOST_BYTES = 1_500_000
 """Of all histograms together, so that the page stays small."""
@@ -77,9 +77,3 @@ def kept(gradients: Iterable[Gradients]) -> tuple[list[dict[str, Any]], list[str
         room -= size
         found.append(source)
     return found, left_out
-
-
-def embedded(value: Any) -> str:
-    """JSON that cannot end the element it stands in, whatever its texts are."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

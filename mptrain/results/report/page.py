@@ -4,14 +4,16 @@ Everything from a record reaches the page escaped, as text. The scripts are file
 page's security policy allows these very scripts, by their hash, and no others.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from typing import Any
 
 from mptrain.results.webpage import framed
 
-SCRIPTS = ("formats.js", "numbers.js", "histogram.js", "step.js")
+SCRIPTS = ("formats.js", "numbers.js", "histogram.js", "step.js", "memory.js")
 FORMATS = ("FP32", "TF32", "BF16", "FP16", "FP8 E4M3", "FP8 E5M2")
 TITLE = "mptrain: report"
 
@@ -62,3 +64,9 @@ def step_part() -> Part:
 def script(name: str) -> str:
     """The text of a file of this folder: a script, a section, the style."""
     return (files("mptrain.results.report") / name).read_text(encoding="utf-8")
+
+
+def embedded(value: Any) -> str:
+    """JSON that cannot end the element it stands in, whatever its texts are."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
