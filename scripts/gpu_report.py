@@ -33,11 +33,20 @@ def speed_tables(speeds: Sequence[Speed], tops: dict[str, float]) -> list[str]:
             written = [cell(value, digits) for value, digits in zip(cells, (0, 2, 2, 2, 1, 2, 0, 1), strict=True)]
             rows.append([f"{row.precision} {row.backend}", row.which, str(row.batch or ""), *written, row.note])
         unit = next((row.unit for row in speeds if row.recipe == recipe and row.unit), "units/s")
-        header = ["precision", "batch", "size", unit, "to fp32", "peak GiB", "to fp32", "TFLOP/s", "of the peak", "W"]
+        header = ["precision", "which batch", "batch", unit, "to fp32", "peak GiB", "to fp32", "TFLOP/s", "of the peak", "W"]
         parts.append(f"### {recipe}\n\n" + table([*header, "J per 1000", "note"], rows))
+        parts += [f"Here, at the same batch: {here}."] if (here := ratios(speeds, recipe)) else []
         known = [f"{p['model']} on {p['machine']}: {p['ratio']} over {p['base_precision']}" for p in published(recipe)]
         parts += [f"Published for mixed precision: {'; '.join(known)} (results/gpu/published.csv)."] if known else []
     return parts
+
+
+def ratios(speeds: Sequence[Speed], recipe: str) -> str:
+    """Of the 16-bit formats over FP32 and over TF32, which is what the published tables of newer GPUs start from."""
+    found = {row.precision: row.throughput for row in speeds if row.recipe == recipe and row.which == "equal"}
+    pairs = [(a, b) for a in ("fp16", "bf16") for b in ("fp32", "tf32")]
+    measured = [(a, b, x, y) for a, b in pairs if (x := found.get(a)) and (y := found.get(b))]
+    return ", ".join(f"{a} over {b} {x / y:.2f}" for a, b, x, y in measured)
 
 
 def read_published() -> Callable[[str], list[dict[str, str]]]:
