@@ -33,8 +33,9 @@ def speed_tables(speeds: Sequence[Speed], tops: dict[str, float]) -> list[str]:
             written = [cell(value, digits) for value, digits in zip(cells, (0, 2, 2, 2, 1, 2, 0, 1), strict=True)]
             rows.append([f"{row.precision} {row.backend}", row.which, str(row.batch or ""), *written, row.note])
         unit = next((row.unit for row in speeds if row.recipe == recipe and row.unit), "units/s")
-        header = ["precision", "which batch", "batch", unit, "to fp32", "peak GiB", "to fp32", "TFLOP/s", "of the peak", "W"]
-        parts.append(f"### {recipe}\n\n" + table([*header, "J per 1000", "note"], rows))
+        header = ["precision", "which batch", "batch", unit, "to fp32", "peak GiB", "to fp32"]
+        header += ["TFLOP/s", "of the peak", "W", "J per 1000", "note"]
+        parts.append(f"### {recipe}\n\n" + table(header, rows))
         parts += [f"Here, at the same batch: {here}."] if (here := ratios(speeds, recipe)) else []
         known = [f"{p['model']} on {p['machine']}: {p['ratio']} over {p['base_precision']}" for p in published(recipe)]
         parts += [f"Published for mixed precision: {'; '.join(known)} (results/gpu/published.csv)."] if known else []
