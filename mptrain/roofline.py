@@ -129,9 +129,20 @@ def _recurrent_backward(*args: Any, out_val: Any) -> int:
     return 2 * _recurrent(*args, out_val=out_val)
 
 
+def _cudnn(x: Tensor, weights: list[Tensor], *rest: Any, out_val: Any) -> int:
+    """cuDNN's layers over x (..., inputs), packed or not: every weight matrix meets every position once."""
+    return 2 * (x.numel() // x.shape[-1]) * sum(w.numel() for w in weights if w.dim() == 2)
+
+
+def _cudnn_backward(*args: Any, out_val: Any) -> int:
+    return 2 * _cudnn(*args, out_val=out_val)
+
+
 FORMULAS: dict[Any, Callable[..., int]] = {
     aten.mkldnn_rnn_layer: _recurrent,
     aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+    aten._cudnn_rnn: _cudnn,
+    aten._cudnn_rnn_backward: _cudnn_backward,
 }
 """FLOP of what torch's counter leaves out."""
 

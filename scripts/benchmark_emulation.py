@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarking import Spread, alternate, flops, parser, peak, ratio, report, table, timed
+from benchmarking import Spread, alternate, parser, peak, ratio, report, table, timed
 from exactness import MODULES, NATIVE, exactness_table, round_after_modules, round_in_place
 
 from mptrain import compose, files
@@ -36,6 +36,7 @@ from mptrain.config import check
 from mptrain.precision import hardware
 from mptrain.precision.modes import Precision
 from mptrain.results.record import Record
+from mptrain.roofline import counted
 from mptrain.train import Run
 
 RECIPES = ("resnet", "language")
@@ -104,10 +105,10 @@ def measure(recipe: str, names: tuple[str, ...], steps: int, blocks: int) -> Tim
 
 
 def work(recipe: str) -> float:
-    """FLOP of a step's products; of oneDNN's recurrent layers they are not counted."""
+    """FLOP of a step's products."""
     with tempfile.TemporaryDirectory() as folder:
         steps = stepper(recipe, "fp32", Path(folder))
-        return flops(lambda: steps(1))
+        return counted(lambda: steps(1)).flops
 
 
 def against(times: list[float] | str, base: list[float]) -> tuple[str, str]:

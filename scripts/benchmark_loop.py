@@ -21,8 +21,10 @@ import tempfile
 
 import torch
 import torch.nn.functional as F
-from benchmarking import Spread, alternate, flops, parser, peak, ratio, report, table
+from benchmarking import Spread, alternate, parser, peak, ratio, report, table
 from contenders import PEERS, Case, Contender, batches, built, configured
+
+from mptrain.roofline import Work, counted, line, this_cpu
 
 
 def race(contenders: list[Contender], case: Case, seconds: float, blocks: int) -> dict[str, list[float]]:
@@ -41,26 +43,38 @@ def race(contenders: list[Contender], case: Case, seconds: float, blocks: int) -
     return found
 
 
-def work(case: Case) -> float:
-    """FLOP of a training step's products."""
+def work(case: Case) -> Work:
+    """What a training step by hand does, in FP32."""
     with tempfile.TemporaryDirectory() as folder:
         config = configured(case, folder)
         task = built(case, config)
+        model = task.models["model"]
+        optimizer = torch.optim.SGD(model.parameters(), lr=config.optimizer.lr, **config.optimizer.options)
         x, y = next(batches(task, config.batch_size))
-        return flops(lambda: F.cross_entropy(task.models["model"](x), y).backward())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        step()
+        return counted(step)
 
 
 def compared(contenders: list[Contender], cases: list[Case], seconds: float, blocks: int) -> list[str]:
     """The table of all contenders, with the distance to the peak."""
     others = [c.name for c in contenders if c.name != "by hand"]
-    rows = []
+    rows, limits = [], []
+    machine = this_cpu()
     tops = {"fp32": peak(torch.float32), "bf16": peak(torch.bfloat16)}
     for case in cases:
         times = race(contenders, case, seconds, blocks)
         own = Spread.of(times["by hand"]).median
         done = work(case)
-        share = done / own / tops.get(case.precision, tops["fp32"])
-        row = [case.name, case.precision, f"{own * 1e3:.3f}", f"{done / 1e9:.3g}", f"{share:.0%}"]
+        share = done.flops / own / tops.get(case.precision, tops["fp32"])
+        row = [case.name, case.precision, f"{own * 1e3:.3f}", f"{done.flops / 1e9:.3g}", f"{share:.0%}"]
+        if case.precision == "fp32":
+            limits.append(f"- {case.name}, by hand in FP32: {line(done, machine, own)}")
         for name in others:
             row.append("{} ({})".format(*ratio(times[name], times["by hand"]).cells()) if name in times else "")
         rows.append(row)
@@ -68,7 +82,7 @@ def compared(contenders: list[Contender], cases: list[Case], seconds: float, blo
     header = ["network", "precision", "by hand, ms", "GFLOP", "of the peak"]
     peaks = f"Peak: a product of two 1024 x 1024 matrices in this run, FP32 {tops['fp32'] / 1e9:.0f} and BF16 "
     peaks += f"{tops['bf16'] / 1e9:.0f} GFLOP/s; emulated FP16 computes in FP32."
-    return [table([*header, *(f"{name} / by hand (quartiles)" for name in others)], rows), peaks]
+    return [table([*header, *(f"{name} / by hand (quartiles)" for name in others)], rows), peaks, "\n".join(limits)]
 
 
 def growth(contenders: list[Contender], seconds: float, blocks: int) -> list[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from mptrain import measure
 
@@ -94,16 +93,6 @@ def peak(dtype: torch.dtype, device: str = "cpu", size: int = 1024, tries: int =
             torch.cuda.synchronize()
         best = min(best, now() - start)
     return 2 * size**3 / best
-
-
-def flops(step: Callable[[], object]) -> float:
-    """Floating point operations of the products in one call, forward and backward, by torch's counter.
-
-    What a fused kernel without a formula does (oneDNN's LSTM) is not in it.
-    """
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return float(counter.get_total_flops())
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,39 +1,18 @@
-"""Meters for gpu_speed.py: FLOP of a step, FLOP/s of a large product in each format, energy."""
+"""Meters for gpu_speed.py: FLOP/s of a large product in each format, and energy."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from mptrain import measure
 from mptrain.precision import hardware
-
-
-def flops(step: Callable[[], object]) -> float:
-    """FLOP of the products in a step, forward and backward; of cuDNN's recurrent layers by their weights.
-
-    torch's counter has no formula for these; every weight meets every position once.
-    """
-
-    def rnn(x: Any, weights: Any, *rest: Any, **options: Any) -> int:
-        return 2 * math.prod(x[:-1]) * sum(math.prod(w) for w in weights if len(w) == 2)
-
-    def rnn_backward(*args: Any, **options: Any) -> int:
-        return 2 * rnn(*args)
-
-    aten = torch.ops.aten
-    formulas = {aten._cudnn_rnn: rnn, aten._cudnn_rnn_backward: rnn_backward}
-    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
-        step()
-    return float(counter.get_total_flops())
 
 
 def peaks(device: str, size: int, tries: int = 5) -> dict[str, float]:

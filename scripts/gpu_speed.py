@@ -21,13 +21,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from gpu_meters import Energy, flops
+from gpu_meters import Energy
 
 from mptrain import compose, measure, tasks
 from mptrain.config import Config, check
 from mptrain.data.dataset import Batch, BatchKey, DataSpec
 from mptrain.precision import hardware
 from mptrain.results.record import Record
+from mptrain.roofline import counted
 from mptrain.train import Run
 
 GIB = 2**30
@@ -175,7 +176,7 @@ class Bench:
             while self._tried(row):
                 try:
                     with training(built, precision, row.batch or 1) as steps:
-                        flop = flop or flops(lambda: steps(1)) / (row.batch or 1)
+                        flop = flop or counted(lambda: steps(1)).flops / (row.batch or 1)
                         self.fill(row, steps, flop * (row.batch or 1))
                         fixed[precision] = (_allocated(built.device), row)
                     break

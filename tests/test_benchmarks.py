@@ -41,11 +41,6 @@ def test_a_ratio_is_the_median_of_the_ratios_of_a_round(benchmarking):
     assert benchmarking.Spread.of([7.0]) == (7.0, 7.0, 7.0)
 
 
-def test_floating_point_operations_of_a_product_and_its_gradients(benchmarking):
-    x, w = torch.randn(3, 5), torch.randn(5, 7, requires_grad=True)
-    assert benchmarking.flops(lambda: (x @ w).sum().backward()) == 2 * 2 * 3 * 5 * 7
-
-
 def test_the_report_says_what_has_to_be_known(benchmarking, tmp_path, capsys):
     out = tmp_path / "made" / "up.md"
     benchmarking.report(out, "Title", "About.", [benchmarking.table(["a", "b"], [["1", "2"]])])
@@ -188,3 +183,14 @@ def test_the_other_benchmarks_run(tmp_path, name):
     quick = {"emulation": ["--steps", 1, "--blocks", 2], "families": ["--blocks", 2, "resnet"]}
     options = quick.get(name, ["--tries", 1, "--records", "10,100"])
     assert "| --- |" in run(f"benchmark_{name}.py", *options, "--out", tmp_path / "x.md")
+
+
+def test_operations_of_a_recurrent_layer_of_cudnn():
+    from mptrain.roofline import FORMULAS
+
+    aten, x = torch.ops.aten, torch.empty(5, 3, 7)
+    weights = [torch.empty(44, 7), torch.empty(44, 11), torch.empty(44), torch.empty(44)]
+    forward = FORMULAS[aten._cudnn_rnn](x, weights, 4, None, out_val=None)
+    assert forward == 2 * 15 * (44 * 7 + 44 * 11)
+    assert FORMULAS[aten._cudnn_rnn_backward](x, weights, 4, None, out_val=None) == 2 * forward
+    assert FORMULAS[aten._cudnn_rnn](x.flatten(0, 1), weights, 4, None, out_val=None) == forward  # packed
