@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from mptrain.durations import Durations, clock
 from mptrain.errors import UserError
 from mptrain.paper import lineage
 from mptrain.plan import Planned, plan
+from mptrain.results.claims import Verdict
+from mptrain.results.csvfile import read_csv
 from mptrain.results.reproduced import write_tables
 from mptrain.results.runs import find_runs
 from mptrain.results.summary import clean
@@ -52,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "--jobs", type=_natural, metavar="N", help="runs at a time (default: one for every core; 1 on a GPU)"
     )
     result.add_argument("--dry-run", action="store_true", help="say what would run and for how long; run nothing")
+    result.add_argument("--tables-only", action="store_true", help="write the tables of what is there; run nothing")
     result.add_argument("--results", metavar="FOLDER", default="results/runs", help="where runs go (%(default)s)")
     result.add_argument("--tables", metavar="FOLDER", default="results/tables", help="where tables go (%(default)s)")
     return result
@@ -81,7 +85,8 @@ def reproduce(argv: list[str]) -> int:
     if options.dry_run:
         _say(planned, durations, workers)
         return 0
-    failed = _run([each for each in planned if each.state not in ("finished", "diverged")], durations, workers)
+    todo = [each for each in planned if each.state not in ("finished", "diverged")]
+    failed = [] if options.tables_only else _run(todo, durations, workers)
     _tables(planned, Path(options.results), Path(options.tables))
     for outcome in failed:
         print(f"failed: {outcome.job.name}: {clean(outcome.message)}\n  mptrain {shlex.join(outcome.job.argv)}")
@@ -214,3 +219,5 @@ def _tables(planned: list[Planned], results: Path, tables: Path) -> None:
     chosen = {each.recipe for each in planned} | {run.recipe for run in runs}
     for path in write_tables(tables, runs, excluded, [name for name in files.names("recipe") if name in chosen]):
         print(f"wrote {path}")
+    verdicts = Counter(line.verdict for line in read_csv((tables / "claims.csv").read_text(encoding="utf-8"), Verdict))
+    print(f"claims: {', '.join(f'{count} {verdict}' for verdict, count in verdicts.most_common())}")

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,10 +105,21 @@ def test_runs_once_and_the_verdict_follows_from_the_csv(tiny):
     else:
         assert claim["verdict"] == "shows"
 
+    assert f"claims: 1 {claim['verdict']}" in out
+    written = (tables / "claims.csv").read_text()
+    shutil.rmtree(tables)
+
     again = start("tiny", "--jobs", "2")
     out, _ = again.communicate()
     assert again.returncode == 0 and "finished" not in out
-    assert summaries(runs) == first
+    assert summaries(runs) == first and (tables / "claims.csv").read_text() == written
+
+
+def test_tables_only_runs_nothing(tiny, capsys):
+    Path("results/runs").mkdir(parents=True)
+    assert reproduce(["tiny", "--tables-only"]) == 0
+    assert "claims: 1 not run" in capsys.readouterr().out
+    assert not list(Path("results/runs").iterdir()) and Path("results/tables/first_screen.md").exists()
 
 
 def test_failed_runs_are_named_and_the_rest_goes_on(tiny):
