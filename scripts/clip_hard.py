@@ -298,7 +298,8 @@ def draw(runs: list[Hard], out: Path) -> None:
     if both := beside(runs):
         names = [name for name in COLOURS if name in {point["run"] for point in both}]
         tone = alt.Scale(domain=names, range=[COLOURS[name] for name in names])
-        share = alt.Y("value:Q", title="gradients flushed", scale=alt.Scale(type="symlog", constant=1e-6))
+        axis = alt.Axis(format=".0e", values=[0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1])
+        share = alt.Y("value:Q", title="gradients flushed", scale=alt.Scale(type="symlog", constant=1e-6), axis=axis)
         lines = alt.Chart(alt.Data(values=both), title="CLIP beside YOLO", width=560, height=170).mark_line(point=True)
         lines = lines.encode(x=alt.X("step:Q", title="step"), y=share, color=alt.Color("run:N", title=None, scale=tone))
         grid = alt.vconcat(grid, lines).resolve_scale(color="independent")
