@@ -137,30 +137,31 @@ class Check:
         # A batch of two: one sample has no statistics.
         changes = {"batch_size": 2} if self.tiny else {}
         for number, recipe in enumerate(self.recipes):
-            until = time.monotonic() + 2 * left() / (
-                len(self.recipes) - number
-            )  # one slow recipe is not to take it all
-            bench = Bench(0.0 if self.tiny else 0.7, self.peaks, energy, lambda: min(left(), until - time.monotonic()))  # noqa: B023
-            whole = [row for row in self.kept if row.recipe == recipe and row.throughput]
-            if {row.precision for row in whole if row.which == "equal"} >= set(self.precisions):
-                self.speeds += whole
+            known = [row for row in self.kept if row.recipe == recipe]
+            if self.complete(known) or left() <= 0:
+                self.speeds += known or [Speed(recipe, "", "equal", note="no time left")]
                 continue
-            if bench.left() <= 0:
-                self.speeds.append(Speed(recipe, "", "equal", note="no time left"))
-                continue
+            # No recipe may take more than twice its share.
+            until = time.monotonic() + 2 * left() / (len(self.recipes) - number)
+            seconds = 0.0 if self.tiny else 0.7
+            bench = Bench(seconds, self.peaks, energy, lambda end=until: min(left(), end - time.monotonic()))
             try:
                 built = Built(recipe, self.device, changes)
-                rows = bench.rows(built, self.precisions, largest=not self.tiny)
-                for row in rows:
+                for row in bench.rows(built, self.precisions, largest=not self.tiny):
                     self.speeds.append(row)
-                    print(
-                        f"  {row.recipe} {row.precision} {row.which} {row.batch}: {row.throughput} {row.note}",
-                        flush=True,
-                    )
+                    said = f"{row.throughput:.4g} {row.unit}" if row.throughput else row.note
+                    print(f"  {row.recipe} {row.precision} {row.which} {row.batch}: {said}", flush=True)
                     self.save()
             except Exception as error:  # listed, and the others go on
                 self.speeds.append(Speed(recipe, "", "equal", note=f"{type(error).__name__}: {error}"))
             self.save()
+
+    def complete(self, rows: list[Speed]) -> bool:
+        """Whether an earlier call had the time for every row of a recipe."""
+        equal = {row.precision: row for row in rows if row.which == "equal"}
+        wanted = {name for name, row in equal.items() if row.throughput and not self.tiny}
+        tried = equal.keys() >= set(self.precisions) and {r.precision for r in rows if r.which == "largest"} >= wanted
+        return tried and not any(row.note == "no time left" for row in rows)
 
     def estimates(self, left: Callable[[], float]) -> None:
         from mptrain import estimate  # leans on torch's own tools, which the other parts can do without
@@ -196,7 +197,9 @@ class Check:
             return []
 
     def save(self) -> None:
-        text = f"# {self.label()}\n{write_csv(self.speeds, Speed)}"
+        reached = {row.recipe for row in self.speeds}
+        later = [row for row in self.kept if row.recipe not in reached]
+        text = f"# {self.label()}\n{write_csv([*self.speeds, *later], Speed)}"
         (self.out / "speed.csv").write_text(text, encoding="utf-8")
 
     def write(self) -> None:
