@@ -60,6 +60,12 @@ def test_every_pattern_means_what_it_should(name):
     expected = torch.tensor([value_of(p, form) for p in range(256)], dtype=torch.float64)
     assert torch.equal(found.nan_to_num(777), expected.nan_to_num(777))
     assert torch.equal(found.signbit(), expected.signbit() | (found.isnan() & found.signbit()))
+    for unit in (1.0, 2.0**-126, 2.0**100):
+        values = torch.arange(256, dtype=torch.uint8).view(dtype).reshape(16, 16)
+        image = Scaled(values.t(), torch.tensor(unit)).image().t().reshape(-1)
+        real = ~expected.isnan()
+        assert torch.equal(image[real].double(), expected[real] * unit)
+        assert torch.equal(image[real].signbit(), expected[real].signbit())
     assert max(grid(form)) == form.max and grid(form)[1] == form.smallest_subnormal
 
 

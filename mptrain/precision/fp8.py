@@ -31,7 +31,7 @@ of FP8 products between two additions to an FP32 accumulator (`use_fast_accum=Fa
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,8 +56,16 @@ class Scaled(NamedTuple):
     unit: Tensor
 
     def image(self) -> Tensor:
-        """The tensor in FP32, exactly."""
-        return self.values.float() * self.unit
+        """The tensor in FP32, exactly.
+
+        torch's own cast from FP8 takes values one by one on a CPU. E5M2 is FP16 without its last 8 bits, and E4M3 has
+        FP16's bits, one to the left, in units of 2^-8; its NaN becomes a number there, and NaN again by its unit.
+        """
+        bits = self.values.view(torch.int8).to(torch.int16)
+        if self.values.dtype == torch.float8_e5m2:
+            return bits.bitwise_left_shift_(8).view(torch.float16).float().mul_(self.unit)
+        half = bits.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16)  # without the sign's second copy
+        return half.float().mul_(2.0**8).mul_(self.unit)
 
 
 def unit_of(x: Tensor, to: Format) -> Tensor:
@@ -135,8 +143,8 @@ class _Linear(torch.autograd.Function):
         ctx.shape, ctx.dtypes = x.shape, [None if t is None else t.dtype for t in (x, weight, bias)]
         kept = x8 if ctx.needs_input_grad[1] else (None, None)
         ctx.save_for_backward(*kept, *(w if ctx.needs_input_grad[0] else (None, None)))
-        product = _native if native else _emulated
-        y = product(x8, w, None if bias is None else bias.to(torch.bfloat16))
+        b = None if bias is None else bias.to(torch.bfloat16)
+        y = _native(x8, w, b) if native else _emulated(x8.image(), w.image(), b)
         # A view made in here could not be changed in place by whoever gets it, a ReLU for instance.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -145,29 +153,31 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         x_values, x_unit, w_values, w_unit = ctx.saved_tensors
         to_x = to_weight = to_bias = None
-        product, turned = (_native, _turned) if ctx.native else (_emulated, _view)
+        ways: Any = (_native, _as_it_is, _turned) if ctx.native else (_emulated, Scaled.image, Tensor.t)
+        product, ready, turned = ways
         with _ExcludeDispatchKeyGuard(ctx.off):
             rows = gradient.reshape(-1, gradient.shape[-1])
             if w_values is not None or x_values is not None:
-                g8 = scaled(rows, E5M2, ctx.site, "grad_output")
+                g = ready(scaled(rows, E5M2, ctx.site, "grad_output"))
             if w_values is not None:
-                to_x = product(g8, turned(Scaled(w_values, w_unit)), None).reshape(ctx.shape).to(ctx.dtypes[0])
+                to_x = product(g, turned(ready(Scaled(w_values, w_unit))), None)
+                to_x = to_x.reshape(ctx.shape).to(ctx.dtypes[0])
             if x_values is not None:
-                to_weight = product(turned(g8), turned(Scaled(x_values, x_unit)), None).to(ctx.dtypes[1])
+                to_weight = product(turned(g), turned(ready(Scaled(x_values, x_unit))), None).to(ctx.dtypes[1])
             if ctx.needs_input_grad[2]:
                 to_bias = rows.sum(0).to(ctx.dtypes[2])
         return to_x, to_weight, to_bias, None, None, None, None
 
 
-def _emulated(a: Scaled, b: Scaled, bias: Tensor | None) -> Tensor:
-    """a (m, k) times the transpose of b (n, k), by an FP32 kernel."""
+def _emulated(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """a (m, k) times the transpose of b (n, k), the images of FP8 tensors, by an FP32 kernel."""
     with Rounding("float8_e4m3fn") if torch._C._current_graph_task_id() == -1 else nullcontext():
-        y = F.linear(a.image(), b.image(), None if bias is None else bias.float())
+        y = F.linear(a, b, None if bias is None else bias.float())
     return y.to(torch.bfloat16)
 
 
 def _native(a: Scaled, b: Scaled, bias: Tensor | None) -> Tensor:
-    """The same by torch's scaled matmul; both contiguous, k and n multiples of 16."""
+    """The same of FP8 tensors, by torch's scaled matmul; both contiguous, k and n multiples of 16."""
     return torch._scaled_mm(
         a.values,
         b.values.t(),
@@ -179,8 +189,8 @@ def _native(a: Scaled, b: Scaled, bias: Tensor | None) -> Tensor:
     )
 
 
-def _view(a: Scaled) -> Scaled:
-    return Scaled(a.values.t(), a.unit)
+def _as_it_is(a: Scaled) -> Scaled:
+    return a
 
 
 def _turned(a: Scaled) -> Scaled:
