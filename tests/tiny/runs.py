@@ -64,6 +64,7 @@ def lasting(folder: Path) -> dict[str, Any]:
     """What of a summary depends neither on the clock nor on which process took the watched step."""
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["memory"].pop("peak_mib") > 0 or summary["status"] == "diverged"
+    summary["memory"].pop("kinds_mib")
     for key in ("started", "finished", "wall_s", "throughput"):
         del summary[key]
     return summary
