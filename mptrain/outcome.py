@@ -70,7 +70,7 @@ def summary(run: Run, metrics: dict[str, float], throughput: dict[str, Any] | No
 
 def _weights(run: Run) -> int:
     """Bytes of the networks' parameters and of the copies that are updated in their place."""
-    held = [p for name, model in run.models.items() for p in (*model.parameters(), *run.weights.of(name))]
+    held = [p for name in run.models for p in run.weights.kept(name)]
     return sum(p.numel() * p.element_size() for p in {id(p): p for p in held}.values())
 
 

@@ -84,6 +84,9 @@ class ShardedWeights(Weights):
     def of(self, name: str) -> list[nn.Parameter]:
         return self.parts[name]
 
+    def kept(self, name: str) -> list[Tensor]:
+        return [*self.parts[name], *(p.to_local() for p in self.all if isinstance(p, DTensor) and not p.requires_grad)]
+
     def held(self, name: str) -> Iterator[Tensor]:
         for p in self.models[name].parameters():
             yield p.to_local() if isinstance(p, DTensor) else p

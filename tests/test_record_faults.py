@@ -31,13 +31,17 @@ from mptrain.watch.store import REAL, TEXT, WHOLE, Store, read_part
 pytestmark = pytest.mark.usefixtures("tiny")
 KILLS = Path(__file__).parent.parent / "scripts" / "kill_writers.py"
 OVERRIDES = ["+recipe=tiny", "steps=6", "checkpoint_every=2", "log_every=1", "tensorboard=false", "out=run"]
+MADE: list[Path] = []
 WHOLE_RUN = {"steps": 6, "checkpoint_every": 2, "log_every": 1}
 
 
-def unharmed(folder):
-    """The weights, the log and the summary of a run to which nothing happened."""
-    train(settings(out=str(folder / "whole"), **WHOLE_RUN))
-    return folder / "whole"
+@pytest.fixture
+def whole(tiny, tmp_path_factory):
+    """A run to which nothing happened."""
+    if not MADE:
+        MADE.append(tmp_path_factory.mktemp("whole"))
+        train(settings(out=str(MADE[0]), **WHOLE_RUN))
+    return MADE[0]
 
 
 def assert_same(found, expected):
@@ -46,8 +50,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("jump", [timedelta(days=-4000), timedelta(days=4000)])
-def test_a_clock_that_jumps(tmp_path, monkeypatch, jump, capsys):
-    whole = unharmed(tmp_path)
+def test_a_clock_that_jumps(whole, tmp_path, monkeypatch, jump, capsys):
 
     class Clock(datetime):
         asked = 0
@@ -74,9 +77,10 @@ def test_a_clock_that_jumps(tmp_path, monkeypatch, jump, capsys):
 FILES = ["lock", ".config.yaml", "metrics.jsonl", ".step-00000002.pt.", ".step-00000004.pt.sha256", ".summary.json"]
 
 
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EIO])
-@pytest.mark.parametrize("file", FILES)
-def test_a_file_that_may_not_be_written(tmp_path, monkeypatch, capsys, file, number):
+@pytest.mark.parametrize(
+    ("file", "number"), [(f, errno.EROFS) for f in FILES] + [("lock", errno.EACCES), ("metrics.jsonl", errno.EIO)]
+)
+def test_a_file_that_may_not_be_written(whole, tmp_path, monkeypatch, capsys, file, number):
     """A file system that turns read-only while a run lasts; mended, the same command ends as if nothing had been."""
     real = builtins.open
 
@@ -92,13 +96,12 @@ def test_a_file_that_may_not_be_written(tmp_path, monkeypatch, capsys, file, num
     assert os.strerror(number) in said and "Traceback" not in said and said.count("\n") == 1, said
     assert str(tmp_path / "run") in said
     assert cli.main(OVERRIDES) == 0
-    assert_same(tmp_path / "run", unharmed(tmp_path))
+    assert_same(tmp_path / "run", whole)
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EBUSY])
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_rename_that_fails_for_a_moment(tmp_path, monkeypatch, number, times):
-    whole = unharmed(tmp_path)
+def test_a_rename_that_fails_for_a_moment(whole, tmp_path, monkeypatch, number, times):
     real, pauses, failures = os.replace, [], dict.fromkeys(("config.yaml", "step-00000002.pt", "summary.json"), times)
 
     def replace(source, target):
@@ -115,7 +118,7 @@ def test_a_rename_that_fails_for_a_moment(tmp_path, monkeypatch, number, times):
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "step-00000004.pt", "summary.json"])
-def test_a_rename_that_always_fails(tmp_path, monkeypatch, capsys, file):
+def test_a_rename_that_always_fails(whole, tmp_path, monkeypatch, capsys, file):
     real = os.replace
 
     def replace(source, target):
@@ -131,7 +134,7 @@ def test_a_rename_that_always_fails(tmp_path, monkeypatch, capsys, file):
     assert said.startswith(f"mptrain: {tmp_path / 'run'}") and f"{file}: Stale file handle" in said, said
     assert not list((tmp_path / "run").rglob("*.tmp"))
     assert cli.main(OVERRIDES) == 0
-    assert_same(tmp_path / "run", unharmed(tmp_path))
+    assert_same(tmp_path / "run", whole)
 
 
 def slow_run(said):
@@ -141,8 +144,7 @@ def slow_run(said):
     sys.exit(cli.main([*OVERRIDES, "task.sleep=0.05"]))
 
 
-def test_two_processes_on_one_run(tmp_path, capsys):
-    whole = unharmed(tmp_path)
+def test_two_processes_on_one_run(whole, tmp_path, capsys):
     first = started(slow_run, "said")
     while not list(tmp_path.glob("run/checkpoints/*.pt")):
         assert first.is_alive()

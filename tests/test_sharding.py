@@ -54,6 +54,8 @@ def test_as_one_process(tmp_path, case):
         if "eval" in mine:
             assert theirs["eval"]["loss"] == pytest.approx(mine["eval"]["loss"], rel=2 * tolerance)
     alone, shared = (last_state(tmp_path / name) for name in ("alone", "shared"))
+    whole, part = (Record(tmp_path / name).read_summary()["memory"]["weights_mib"] for name in ("alone", "shared"))
+    assert 0.4 * whole < part < 0.7 * whole
     assert shapes(shared) == shapes(alone) and Record(tmp_path / "shared").read_summary()["status"] == "finished"
 
 

@@ -78,6 +78,10 @@ class Weights:
         """The networks with all their parameters on every rank, averaged ones if there is an average."""
         yield
 
+    def kept(self, name: str) -> list[Tensor]:
+        """A network's parameters, and the copies that are updated in their place, as this process keeps them."""
+        return [*self.models[name].parameters(), *self.of(name)]
+
     def held(self, name: str) -> Iterator[Tensor]:
         """What this process holds of a network."""
         yield from self.models[name].parameters()
