@@ -132,6 +132,8 @@ class Config(_Model):
     parallel: ParallelConfig = ParallelConfig()
     layerwise: LayerwiseConfig = LayerwiseConfig()
     watch: WatchConfig = WatchConfig()
+    compile: bool | Literal["reduce-overhead"] = False
+    channels_last: bool = False
 
     @cached_property
     def numbers(self) -> Precision:

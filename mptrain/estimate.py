@@ -94,8 +94,7 @@ class Model:
                 self.settled = True
             found = Step(batch_size=batch_size, memory={"input": hollow.size(batch)})
             found.parameters = sum(p.numel() for model in self.run.models.values() for p in model.parameters())
-            tracker = StepMemory(self.run.held())
-            tracker.track_external(*self.run.models.values(), *self.run.optimizers.values())
+            tracker = StepMemory(self.run.held(), self.run.models.values(), self.run.optimizers.values())
             with tracker, Operations(found.operations):
                 self._through(window)
         found.memory |= tracker.kinds()
@@ -156,48 +155,56 @@ def step(config: Config, numbers: Precision) -> Step:
 class Growth:
     """What becomes of a step as its batch grows; what was traced is kept.
 
-    Between two traced steps memory and time are taken to grow in proportion. Memory is the highest of many such lines,
-    so it is never more than that.
+    Memory is the highest of many lines, one for each moment of a step: between two traced steps it is at most on the
+    line through them, and on it everywhere if it is in between.
     """
 
     def __init__(self, model: Model, first: Step) -> None:
         self.model = model
         self.traced = {first.batch_size: first}
-        still = first.peak - first.memory.get("activations", 0) - first.memory.get("input", 0)
-        self.still, self.slope = float(still), (first.peak - still) / first.batch_size
+        self.straight: list[tuple[int, int]] = []
+        moving = first.memory.get("activations", 0) + first.memory.get("input", 0)
+        self.slope = moving / first.batch_size
+        """bytes a sample, before there are two steps to tell"""
 
     def largest(self, room: float) -> int:
-        """The largest batch whose step fits into so many bytes; 0 if none does.
-
-        It lies between two traced batches, or was traced itself and fills the room to a hundredth.
-        """
-        for _ in range(6):
-            guess = self._expected(room)
-            if guess < 1 or min(self.traced) < guess < max(self.traced):
+        """The largest batch whose step fits into so many bytes, to a hundredth of the room; 0 if none does."""
+        for _ in range(12):
+            low = max((size for size, found in self.traced.items() if found.peak <= room), default=0)
+            high = min((size for size, found in self.traced.items() if found.peak > room), default=0)
+            if high == low + 1 or (low and room - self.traced[low].peak < max(CLOSE * room, self.slope)):
+                return low
+            guess = self._guess(low, high, room)
+            if any(start <= low and high <= end for start, end in self.straight if high):
                 return guess
-            if guess not in self.traced:
-                self.traced[guess] = self.model.step(guess)
-            left = room - self.traced[guess].peak
-            if 0 <= left < max(CLOSE * room, 2 * self.slope):
-                return guess
-        return max((size for size, found in self.traced.items() if found.peak <= room), default=0)
+            before = self._line(low, high, guess) if low and high else 0.0
+            self.traced[guess] = self.model.step(guess)
+            if before and abs(self.traced[guess].peak - before) < CLOSE / 10 * before:
+                self.straight.append((low, high))
+        return low
 
-    def _expected(self, room: float) -> int:
-        if len(self.traced) > 1:
-            low, high = self._around(lambda found: found.peak - room)
-            self.slope = (high.peak - low.peak) / (high.batch_size - low.batch_size)
-            self.still = low.peak - self.slope * low.batch_size
-        return max(0, int((room - self.still) / self.slope))
+    def _guess(self, low: int, high: int, room: float) -> int:
+        """Between a batch that fits and one that does not; or beyond all that were traced."""
+        if low and high:
+            slope = (self.traced[high].peak - self.traced[low].peak) / (high - low)
+            return min(max(int(low + (room - self.traced[low].peak) / slope), low + 1), high - 1)
+        sizes = sorted(self.traced)[-2:] if low else sorted(self.traced)[:2]
+        if len(sizes) > 1 and self.traced[sizes[1]].peak > self.traced[sizes[0]].peak:
+            self.slope = (self.traced[sizes[1]].peak - self.traced[sizes[0]].peak) / (sizes[1] - sizes[0])
+        start = sizes[-1] if low else sizes[0]
+        guess = int(start + (room - self.traced[start].peak) / self.slope)
+        return min(guess, 64 * low) if low else min(max(guess, 1), high - 1)
 
-    def _around(self, distance: Any) -> tuple[Step, Step]:
-        low, high = sorted(sorted(self.traced.values(), key=lambda s: abs(distance(s)))[:2], key=lambda s: s.batch_size)
-        return low, high
+    def _line(self, low: int, high: int, size: int) -> float:
+        share = (size - low) / (high - low)
+        return self.traced[low].peak + share * (self.traced[high].peak - self.traced[low].peak)
 
     def seconds(self, batch_size: int, machine: Machine, compute: str) -> float:
         """The least time of a step of this batch."""
         if batch_size in self.traced:
             return _seconds(self.traced[batch_size], machine, compute)
-        low, high = self._around(lambda found: found.batch_size - batch_size)
+        nearest = sorted(self.traced.values(), key=lambda found: abs(found.batch_size - batch_size))[:2]
+        low, high = sorted(nearest, key=lambda found: found.batch_size)
         before, after = (_seconds(found, machine, compute) for found in (low, high))
         share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
         return before + share * (after - before)

@@ -31,6 +31,7 @@ def summary(run: Run, metrics: dict[str, float], throughput: dict[str, Any] | No
         "backend": run.precision.backend(run.device.type),
         "dtypes": run.instruments.dtypes,
         **({} if fp8 is None else {"fp8": fp8}),
+        **({"compiled": config.compile} if config.compile else {}),
         "metric": {
             "name": task.metric,
             "value": metrics.get(task.metric),

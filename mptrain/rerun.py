@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mptrain import process
+from mptrain import layout, process
 from mptrain.data.dataset import Batch
 from mptrain.results.record import write_atomically
 from mptrain.watch.provenance import Finding, first_nonfinite
@@ -54,7 +54,8 @@ def explain(run: Run, window: list[Batch]) -> list[Finding]:
 
     run.explained = True
     unseen = nullcontext() if run.observer is None else run.observer.watch.blind()
-    with unseen, run.throughput.paused(), process.same_random_state(run.device), run.weights.whole():
+    written = layout.as_written(run.config)
+    with unseen, written, run.throughput.paused(), process.same_random_state(run.device), run.weights.whole():
         found = [f for f in run.ranks.gathered(first_nonfinite(run.models, again)) if f is not None]
     if found and run.ranks.leads:
         content = {"step": run.attempted, "scale": run.scaler.value, **found[0].as_dict()}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mptrain import batchnorm, measure, optim, outcome, parallel, process, rerun, state, tasks
+from mptrain import batchnorm, layout, measure, optim, outcome, parallel, process, rerun, state, tasks
 from mptrain.config import COSMETIC, Config
 from mptrain.data.dataset import Batch, DataSpec, batches
 from mptrain.data.loader import Loader, explained, mover
@@ -47,7 +47,7 @@ def train(config: Config) -> dict[str, Any]:
         except parallel.RankLost:
             raise
         except Exception as error:
-            said = explained(error)
+            said = layout.explained(explained(error))
             if ranks.leads:
                 outcome.note_failure(record, config, said)
             raise said from error.__cause__
@@ -119,6 +119,8 @@ class Run:
         divides = getattr(ranks, "divide", None)  # shards come to the device one by one
         if self.device.type != "cpu" and not divides:
             self.models = {name: model.to(self.device) for name, model in self.models.items()}
+        if config.channels_last:
+            layout.channels_last(self.models)
         self.share_models()
 
         self.precision = config.numbers
@@ -133,6 +135,8 @@ class Run:
         self.weights = self.precision.prepare(self.models)
         if divides:
             self.weights = divides(self.models, self.device)
+        if config.compile:
+            layout.compile_networks(self.models, config, self.arithmetic, ranks.size)
         self.buffers = MovingBuffers(self.models.values())
         self.has_buffers = any(True for model in self.models.values() for _ in model.buffers())
         settings = {k: v for k, v in config.scaling.model_dump().items() if v is not None}
@@ -307,6 +311,7 @@ class Run:
         self.instruments.settled = all(self.applied.values())
         stack = ExitStack()
         stack.enter_context(self.throughput.paused())
+        stack.enter_context(layout.as_written(self.config))
         stack.enter_context(self.instruments.watching(self.held(), self.models.values(), self.optimizers.values()))
         return stack
 
@@ -336,6 +341,7 @@ class Run:
         with ExitStack() as stack:
             stack.enter_context(process.same_random_state(self.device))
             stack.enter_context(torch.no_grad())
+            stack.enter_context(layout.as_written(self.config))
             stack.enter_context(self.weights.evaluating(fp32))
             stack.enter_context(nullcontext() if self.average is None else self.weights.averaged(self.average))
             stack.enter_context(hardware.tf32(False) if fp32 else self.arithmetic)

@@ -24,6 +24,7 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "gpus": set(),
     "memory": set(),
     "hollow": set(),
+    "layout": {"config", "precision"},
     "roofline": {"gpus", "precision"},
     "config": {"files", "options", "paper", "precision.modes"},
     "optim": {"files", "options"},

@@ -6,7 +6,7 @@ import torch
 from mptrain import compose, files, hollow
 from mptrain.config import check
 from mptrain.errors import UserError
-from mptrain.estimate import Growth, Step, estimate, models, step
+from mptrain.estimate import CLOSE, Growth, Step, estimate, models, step
 from mptrain.memory import StepMemory
 from mptrain.precision import hardware
 from mptrain.precision.modes import Precision
@@ -83,10 +83,25 @@ class Convex:
 @pytest.mark.parametrize("room", [1000, 3049, 3050, 5000, 7999, 8000, 8070, 100_000, 10**9])
 def test_largest_batch_is_the_largest_that_fits(room):
     model = Convex()
-    found = Growth(model, model.step(20)).largest(room)
+    growth = Growth(model, model.step(20))
+    found = growth.largest(room)
     fits = [size for size in (found, found + 1 + found // 50) if size and model.step(size).peak <= room]
     assert fits == ([found] if found else [])
     assert bool(found) == (room >= 3050)
+    asked = len(model.asked)
+    assert growth.largest(room) == found  # what is known is not asked again
+    assert len(model.asked) == asked
+
+
+def test_where_memory_was_seen_to_be_straight_nothing_is_traced():
+    model = Convex()
+    growth = Growth(model, model.step(1000))
+    sizes = [growth.largest(room) for room in (10**7, 5 * 10**6, 2 * 10**6, 10**6)]
+    assert all(
+        0 <= room - 70 * size - 1000 <= CLOSE * room
+        for size, room in zip(sizes, (10**7, 5 * 10**6, 2 * 10**6, 10**6), strict=True)
+    )
+    assert len(model.asked) <= 5
 
 
 def test_batches_repeat_their_samples():
