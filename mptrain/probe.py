@@ -19,8 +19,8 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from mptrain.process import same_random_state
 from mptrain.results.markdown import markdown
 from mptrain.results.record import Record, write_atomically
 from mptrain.results.terminal import print_document
+from mptrain.tasks.task import Task
 from mptrain.train import Run
 from mptrain.watch.census import Census, recommend, rows
 
@@ -88,7 +89,7 @@ def probe(argv: Sequence[str]) -> int:
 
 
 def tried_out(run: Run, numbers: Precision, batch: Batch) -> dict[str, Any]:
-    """One step under a precision, on copies of the networks: {backend, sums, formats, operations, storage}.
+    """One step under a precision, on a copy of the task: {backend, sums, formats, operations, storage}.
 
     FP16 sums are left out, since they take minutes and change no format: the products are those of FP32 sums.
     """
@@ -97,8 +98,9 @@ def tried_out(run: Run, numbers: Precision, batch: Batch) -> dict[str, Any]:
     region = nullcontext() if summed.compute == "float32" else summed.arithmetic(run.device.type)
     backend = summed.backend(run.device.type)
     classes, operations, memory = RanDtypes(), RanOperations(), _Peak(run.device)
-    state = run.task.state_dict()
-    with _copies(run) as models, same_random_state(run.device):
+    task = _copied(run.task)
+    models = task.models
+    with same_random_state(run.device):
         weights = summed.prepare(models)
         optimizers = {
             name: optim.optimizer(options.name, weights.of(name), options.lr, **_usable(options, summed))
@@ -108,7 +110,7 @@ def tried_out(run: Run, numbers: Precision, batch: Batch) -> dict[str, Any]:
         copies = _distinct(p for name in models for p in weights.of(name) if id(p) not in own)
         memory.held = [*own.values(), *copies.values(), *(b for model in models.values() for b in model.buffers())]
         with hardware.tf32(summed.compute == "tf32" and backend == "native"), memory:
-            phases = run.task.losses(run.to_device(batch))
+            phases = task.losses(run.to_device(batch))
             while True:
                 with classes, operations, region:
                     phase = next(phases, None)
@@ -126,7 +128,6 @@ def tried_out(run: Run, numbers: Precision, batch: Batch) -> dict[str, Any]:
             "optimizer": _bytes(_distinct(states)),
             "peak": memory.bytes(),
         }
-    run.task.load_state_dict(state)
     return {
         "backend": backend,
         "sums": numbers.accumulate,
@@ -142,15 +143,9 @@ def _usable(options: Any, numbers: Precision) -> dict[str, Any]:
     return {**options.options, **({"eps": 1e-4} if fp16_state and options.name != "sgd" else {})}
 
 
-@contextmanager
-def _copies(run: Run) -> Iterator[dict[str, torch.nn.Module]]:
-    """The task with copies of its networks in their place."""
-    kept = dict(run.task.models)
-    run.task.models |= copy.deepcopy(kept)
-    try:
-        yield run.task.models
-    finally:
-        run.task.models |= kept
+def _copied(task: Task) -> Task:
+    """The task with networks of its own; the data are shared."""
+    return copy.deepcopy(task, {id(data): data for data in (task.train_set, task.test_set)})
 
 
 class _Peak:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -169,8 +170,9 @@ def _terms(found: Probed) -> Block:
 
 
 def _operations(found: Probed) -> Block:
-    """One column for all precisions that ran alike."""
-    names = list(dict.fromkeys(op for each in found.tried.values() for op in each["operations"]))
+    """One column for all precisions that ran alike; what one emulation alone adds, its casts, is no operation."""
+    ran = Counter(op for each in found.tried.values() for op in each["operations"])
+    names = [op for op, precisions in ran.items() if precisions > 1 or op in found.tried["fp32"]["operations"]]
     alike: dict[tuple[str, ...], list[str]] = {}
     for precision, each in found.tried.items():
         column = [short_dtypes(each["operations"].get(op, "")) for op in names]
@@ -214,7 +216,7 @@ def _recommended(found: Probed) -> list[str]:
     lost, weights = found.census.lost
     return [
         f"{choice}: {advice.reason}",
-        f"{_share(lost / max(1, weights))} of the weights are over 2048 times their update: FP16 weights would lose "
-        "it, an FP32 copy keeps it",
+        f"{_share(lost / max(1, weights))} of the weights that have a gradient are over 2048 times their update: FP16 "
+        "weights would lose it, an FP32 copy keeps it",
         f"mptrain {shlex.join(found.told)} {choice}",
     ]

@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from mptrain import compose
 from mptrain.errors import UserError
 from mptrain.precision.modes import Precision
 from mptrain.precision.ran import RanOperations
-from mptrain.probe import probe
+from mptrain.probe import probe, tried_out
+from mptrain.results.record import Record
+from mptrain.train import Run
 
 QUIET = ["data=synthetic", "steps=1", "device=cpu", "progress=false"]
 
@@ -94,6 +97,19 @@ def test_two_networks_and_batch_statistics(tmp_path, capsys):
     operations = stored["operations"]["fp16"]
     assert operations["batch_norm"] == operations["convolution"] == "float16"
     assert {"generator", "discriminator"} <= {row["layer"].split(".")[0] for row in stored["census"]}
+    kept = stored["storage"]["fp32"]  # Adam keeps two numbers a weight, and the step of each parameter
+    assert 2 * kept["weights"] < kept["optimizer"] < 2.01 * kept["weights"] and kept["gradients"] == kept["weights"]
+
+
+@pytest.mark.parametrize("recipe", ["clip", "language"])
+def test_tasks_that_name_their_network_step_on_the_copy_too(tmp_path, recipe):
+    config = compose.config([f"+recipe={recipe}", "data=synthetic", "batch_size=2", "device=cpu"])
+    run = Run(config, Record(tmp_path / recipe))
+    model, batch = next(iter(run.models.values())), next(run.loader.windows())[0]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    kept = tried_out(run, Precision.load("fp16_master"), batch)["storage"]
+    assert kept["gradients"] > 0 and kept["optimizer"] > 0 and kept["copies"] > kept["weights"]
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
 def test_operations_are_named_once_and_casts_are_none():

@@ -237,20 +237,23 @@ def test_shares_of_a_watched_run(tmp_path):
         # under a scale of 8 what was 2^-24 is 2^-21, so that five of six are too small
         {**gradient, "count": 6, "sampled": 6, "scale": 8.0, "first_exponent": -23, "exponents": [2, 3, 1]},
         {**gradient, "name": "products", "count": 99, "sampled": 99, "zero": 99, "exponents": []},
-        {"kind": "weight", "count": 40, "sampled": 20, "zero": 4, "small_updates": 3, "exponents": [16]},
-        {"kind": "weight", "count": 10, "sampled": 10, "zero": 0, "small_updates": None, "exponents": [10]},
+        # of 20 seen weights of 40, 15 have a gradient and 3 are too large for their update
+        {"kind": "weight", "name": "w", "count": 40, "sampled": 20, "small_updates": 3, "exponents": [16]},
+        {"kind": "weight", "name": "v", "count": 10, "sampled": 10, "small_updates": None, "exponents": [10]},
+        {"kind": "grad_weight", "name": "w", "count": 40, "sampled": 20, "zero": 5, "first_exponent": -9,
+         "exponents": [15]},
     ])  # fmt: skip
     run = SimpleNamespace(folder=str(tmp_path))
 
     def of(name):
         return quantity(SimpleNamespace(**vars(run), **dict.fromkeys(OWN, 0)), name)
 
-    assert of("watch.grad_weight.tiny") == (2 * 3 + 5) / (2 * 6 + 6)
-    assert of("watch.grad_weight.zero") == 20 / 38
-    assert of("watch.updates.small") == 6 / 40
+    assert of("watch.grad_weight.tiny") == (2 * 3 + 5) / (2 * 6 + 6 + 2 * 15)
+    assert of("watch.grad_weight.zero") == (20 + 10) / (38 + 40)
+    assert of("watch.updates.small") == 3 / 15
     assert of("watch.grad_output.tiny") is None
     (tmp_path / "watch.parquet" / "000000002.parquet").write_text("rubbish")
-    assert of("watch.updates.small") == 6 / 40
+    assert of("watch.updates.small") == 3 / 15
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,14 @@ def test_counts_are_exact():
 
 
 def test_updates_that_half_weights_would_lose():
-    layer = nn.Linear(1, 2, bias=False)
-    layer.weight.data = torch.tensor([[1.0], [1.0]])
+    layer = nn.Linear(4, 1, bias=False)
+    layer.weight.data = torch.tensor([[1.0, 1.0, 0.0, 1.0]])
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     census = Census()
     with census.taking({"model": layer}, [optimizer]):
-        (layer(torch.ones(1, 1)) * torch.tensor([2.0**-10, 2.0**-12])).sum().backward()
+        layer(torch.tensor([[2.0**-10, 2.0**-12, 2.0**-12, 0.0]])).sum().backward()
         optimizer.step()
-    assert census.lost == [1, 2]
+    assert census.lost == [1, 2]  # of 1 / 2^-10 and 1 / 2^-12; zero is no weight, and the last has no gradient
 
 
 def test_its_hooks_go_away():

@@ -58,7 +58,7 @@ class RanDtypes(TorchDispatchMode):
 class RanOperations(TorchDispatchMode):
     """Records, while it is on, in which format each operation left its result, in the order of their first run.
 
-    Where an FP32 kernel stands for another format's arithmetic, that format is recorded. Of several results the first
+    Where an FP32 kernel stands for another format's products, that format is recorded. Of several results the first
     counts: the statistics that batch normalisation returns beside it are FP32 everywhere. Views, casts, copies and
     what fills or picks from a tensor are left out: they compute nothing.
     """
@@ -76,7 +76,9 @@ class RanOperations(TorchDispatchMode):
                 for value in (result, (args, kwargs))
             )
             if left and taken:
-                self.seen[operation.removeprefix("native_")].add(rounding() or name(left[0].dtype))
+                product = func._schema.name.partition("::")[2] in CLASSES["matmul"]
+                found = (rounding() if product else None) or name(left[0].dtype)
+                self.seen[operation.removeprefix("native_").removesuffix("_for_cpu")].add(found)
         return result
 
     def table(self) -> dict[str, str]:
@@ -89,6 +91,7 @@ COMPUTES_NOTHING = {
     "new_full", "new_empty", "empty", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
     "bernoulli", "uniform", "normal", "cat", "stack", "index", "index_select", "gather", "slice_scatter", "where",
     "masked_fill", "constant_pad_nd", "unsafe_view", "reshape_alias", "native_dropout", "flip", "roll",
+    "unsafe_split", "transpose", "split", "chunk", "unbind",
 }  # fmt: skip
 
 

@@ -32,8 +32,8 @@ def quantity(run: Run, name: str) -> float | None:
     values counted in a direction (forward, grad_input, grad_weight) the share that was zero, or of the nonzero ones the
     share that was flushed, subnormal or overflowed, memory.weights (MiB of parameters and of the FP32 copy). Of a
     watched run: watch.KIND.zero, share of zeros among what was seen of that kind in all steps, watch.KIND.tiny, share
-    of its nonzero values below 2^-24 without the loss scale, watch.updates.small, share of the FP32 weights that were
-    over 2048 times their update, and alarms.RULE, 1 if this alarm was raised and 0 if not.
+    of its nonzero values below 2^-24 without the loss scale, watch.updates.small, of the FP32 weights that have a
+    gradient the share that is over 2048 times its update, and alarms.RULE, 1 if this alarm was raised and 0 if not.
     """
     own = {
         "metric": run.value,
@@ -113,7 +113,8 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    wanted = ("kind", "name", "scale", "count", "sampled", "zero", "first_exponent", "exponents", "small_updates")
+    wanted = ("step", "layer", "kind", "name", "scale", "count", "sampled", "zero", "first_exponent", "exponents",
+              "small_updates")  # fmt: skip
     try:
         for part in sorted(folder.glob("*.parquet")):
             if part.is_symlink() or part.stat().st_size > LARGEST_PART:
@@ -126,12 +127,20 @@ def _rows(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _watched(rows: list[dict[str, Any]], kind: str, what: str) -> float | None:
     if (kind, what) == ("updates", "small"):
-        counted = [row for row in rows if row.get("small_updates") is not None]
-        return _share((_of_all(row, row["small_updates"]) for row in counted), (row["count"] for row in counted))
+        moving = {_place(row): row["sampled"] - row["zero"] for row in rows if row.get("kind") == "grad_weight"}
+        counted = [row for row in rows if row.get("small_updates") is not None and _place(row) in moving]
+        return _share(
+            (_of_all(row, row["small_updates"]) for row in counted),
+            (_of_all(row, moving[_place(row)]) for row in counted),
+        )
     rows = [row for row in rows if row.get("kind") == kind and row.get("name") != "products"]
     if what == "zero":
         return _share((_of_all(row, row["zero"]) for row in rows), (row["count"] for row in rows))
     return _share((_of_all(row, _tiny(row)) for row in rows), (_of_all(row, sum(row["exponents"])) for row in rows))
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["step"], row["layer"], row["name"]
 
 
 def _of_all(row: dict[str, Any], counted: int) -> float:

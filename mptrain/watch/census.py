@@ -28,8 +28,8 @@ class Census:
     """Histograms per layer and kind ("activation gradient", "weight gradient"), added up over steps.
 
     largest: of each layer, the largest output of the forward pass. outputs: of each output of a whole network, the
-    largest size of the gradient that the loss gives to one of its numbers. lost: weights of which an update would be
-    lost in FP16 and all nonzero ones.
+    largest size of the gradient that the loss gives to one of its numbers. lost: weights that are over 2048 times
+    their update, and all of them; without those that have no gradient, and zeros.
     """
 
     def __init__(self) -> None:
@@ -98,13 +98,13 @@ class Census:
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
-                        before[p] = p.detach().clone()
+                        gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                        before[p] = torch.where(gradient != 0, p.detach(), 0.0)
                         self._add(names[p], "weight gradient", p.grad)
 
         def compare(*_: Any) -> None:
             for p, old in before.items():
-                update = (p.detach() - old).abs()
-                self.lost[0] += int(((old.abs() > LOST * update) & (old != 0)).sum())
+                self.lost[0] += int((old.abs() > LOST * (p.detach() - old).abs()).sum())
                 self.lost[1] += int(torch.count_nonzero(old))
             before.clear()
 
@@ -139,7 +139,9 @@ def recommend(census: Census) -> Advice:
         return whole.flushed(scale), layers[worst].flushed(scale) if worst else 0.0, worst
 
     good = [scale for scale in safe if flushed(scale)[0] < 0.01 and flushed(scale)[1] < 0.05]
-    unscaled = f"{100 * whole.flushed(1):.2f} % of the nonzero gradients"
+    _, worst, name = flushed(1)
+    where = f" ({100 * worst:.1f} % in {name})" if worst > 0 else ""
+    unscaled = f"{100 * whole.flushed(1):.2f} % of the nonzero gradients{where}"
     if good and good[0] == 1:
         kept = f"without a scale {unscaled} are flushed and none overflows"
         return Advice("fp16", "none", f"{kept}; scales up to {good[-1]:,.0f} do as well")

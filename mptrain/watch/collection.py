@@ -120,11 +120,11 @@ class Collection:
         for p, mine in _updated(self.watch, optimizer, self.parameters):
             self.closed.add(mine)
             low = mine.dtype in (torch.float16, torch.bfloat16) and (p is mine or self.watch.rounded_updates)
-            if low and (gradient := p.grad) is not None and not gradient.is_sparse:
+            full = mine.dtype == torch.float32 and p is mine
+            if (low or full) and (gradient := p.grad) is not None and not gradient.is_sparse:
                 moving = every(flat(gradient), self.watch.sample) != 0
-                self.before[mine] = torch.where(moving, every(flat(mine), self.watch.sample), torch.nan)
-            elif p is mine and mine.dtype == torch.float32 and p.grad is not None:
-                self.full[mine] = every(flat(mine), self.watch.sample).clone()
+                before = self.before if low else self.full
+                before[mine] = torch.where(moving, every(flat(mine), self.watch.sample), torch.nan)
 
     # The end.
 
@@ -189,7 +189,7 @@ class Collection:
 
 
 def _small_updates(before: Tensor, after: Tensor) -> Tensor:
-    """How many weights are over 2048 times what they were moved by; zeros are not."""
+    """How many weights are over 2048 times what they were moved by; NaN, which has no gradient, and zeros are not."""
     moved = (after - before).abs_().mul_(SMALL_UPDATE)
     return torch.count_nonzero(before.abs() > moved).double()
 

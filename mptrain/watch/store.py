@@ -14,8 +14,8 @@ A folder of parts, each named by the last step in it, which pandas, pyarrow and 
     flushed     of products: nonzero before rounding and zero after; null where this cannot be known
     lost        of weights kept in 16 bits: how many did not move although their gradient was not zero; null elsewhere
     small_updates
-                of weights kept in FP32: how many are over 2048 times their update, which FP16 would round away; null
-                elsewhere, and where the optimizer did not step
+                of weights kept in FP32: how many of those that have a gradient are over 2048 times their update, which
+                FP16 would round away; null elsewhere, and where the optimizer did not step
     first_exponent, exponents
                 counts of 2^e <= |x| < 2^(e+1) from the first exponent on, loss scale included
 """
