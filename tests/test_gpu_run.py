@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny.runs import settings, weights
 
-from mptrain import compose, files
+from mptrain import compose, estimate, files
 from mptrain.config import check
 from mptrain.precision import hardware
 from mptrain.results.record import Record
@@ -119,3 +119,16 @@ def test_16_bits_save_memory_where_activations_are_most_of_it(tmp_path):
         gc.collect()
     assert peaks["fp16"] < 0.75 * peaks["fp32"]
     assert peaks["bf16"] == pytest.approx(peaks["fp16"], rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("recipe", ["resnet50_paper", "gan_paper"])
+def test_estimated_memory_is_what_is_allocated(tmp_path, recipe, precision):
+    """At sizes beside which the workspaces of cuBLAS and cuDNN are small."""
+    config = configured(tmp_path, recipe, precision, batch_size=128)
+    said = estimate.step(config, config.numbers).peak
+    run = Run(config, Record(config.folder()))
+    window = next(run.loader.windows())
+    for _ in range(4):
+        run.step(window)
+    assert torch.cuda.max_memory_allocated() == pytest.approx(said, rel=0.1)
