@@ -173,7 +173,7 @@ def verdict_of(**changes):
         ({"quantity": "counts.grad_input.flushed", "what": "ratio", "mean": 0.1, "mean_against": 0.81},
          "a 10.0 %, b 81.0 % flushed: ratio 0.123 (0.100 to 0.200)"),
         ({"quantity": "memory.weights", "what": "ratio", "number": 1.5, "low": 1.5, "high": 1.5, "mean": 6.0,
-          "mean_against": 4.0}, "a 6.000, b 4.000 MiB of weights: ratio 1.50"),
+          "mean_against": 4.0}, "a 6.000, b 4.000 MiB of weights: ratio 1.500"),
         ({"quantity": "metric", "metric": "top1", "what": "difference", "seeds": 18},
          "a against b, 18 pairs of several recipes, top1: difference 0.123 (0.100 to 0.200)"),
         ({"quantity": "metric", "metric": "top1", "what": "loss", "seeds": 1, "low": None, "high": None, "mean": 0.5,

@@ -28,6 +28,7 @@ def numbers(claim: Claim, present: dict[str, Named], told: Estimate | None, firs
     over = ("seed" if claim.test == "share" else "pair") + ("s" if told.n > 1 else "")
     pooled = f" of {len(present)} recipes ({', '.join(present)})" if len(present) > 1 else ""
     name = "mean" if claim.test == "share" else what(claim)
+    digits = None if claim.test == "ratio" else digits
     text = f"{name} over {told.n} {over}{pooled}: {_digits(told.mean, digits)}"
     interval = told.narrow if level(claim) == 90 else told.wide
     if interval is not None and claim.of not in EXACT:

@@ -65,13 +65,14 @@ def _interval(claim: Verdict, percent: bool) -> str:
     assert claim.number is not None
     if claim.low is None or claim.high is None:
         return f"{_digits([claim.number], percent)[0]} (n=1)"
-    number, low, high = _digits([claim.number, claim.low, claim.high], percent)
+    least = 3 if claim.what == "ratio" else 0
+    number, low, high = _digits([claim.number, claim.low, claim.high], percent, least)
     return number if low == high else f"{number} ({low} to {high})"
 
 
-def _digits(values: Sequence[float], percent: bool) -> list[str]:
-    """All with as many decimals as the largest needs for three digits."""
+def _digits(values: Sequence[float], percent: bool, least: int = 0) -> list[str]:
+    """All with as many decimals as the largest needs for three digits, and no fewer than `least`."""
     factor, unit = (100, " %") if percent else (1, "")
     largest = max(abs(value) * factor for value in values)
-    places = min(8, max(0, 2 - math.floor(math.log10(largest)))) if largest else 0
+    places = min(8, max(least, 2 - math.floor(math.log10(largest)))) if largest else 0
     return [f"{value * factor:.{places}f}{unit}" for value in values]
