@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as every_module
 
 import mptrain
+from mptrain.watch import collection
 from mptrain.watch.store import Store, read_part
 
 
@@ -68,6 +69,46 @@ def test_a_watched_loop_ends_with_the_same_bits(precision, scale, accumulate, tm
     assert torch.equal(state, watched_state)
 
 
+def test_torchs_own_amp_two_optimizers_and_evaluations_in_between(tmp_path):
+    """A loop as people write it; the third one of its steps overflows."""
+
+    def run(watched):
+        torch.manual_seed(0)
+        model = Net()
+        ends = [p for name, p in model.named_parameters() if name.startswith("c.")]
+        rest = [p for name, p in model.named_parameters() if not name.startswith("c.")]
+        optimizers = [torch.optim.AdamW(rest, 0.01), torch.optim.SGD(ends, 0.1, momentum=0.9)]
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        watch = mptrain.Watch(model, optimizers, 1, tmp_path, scaler=scaler, on_alarm=str) if watched else None
+        for step in range(5):
+            for part in range(2):
+                x = torch.randn(8, 4) * (1e38 if (step, part) == (2, 1) else 1)
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = F.smooth_l1_loss(model(x).float(), torch.ones(8, 2)) / 2
+                scaler.scale(loss).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if watch:
+                watch.step(loss)
+                assert {r["scale"] for r in watch.rows} == {1024.0 if step < 3 else 512.0}
+                assert rows_of(watch, "output", "a", "")[0]["count"] == 2 * 8 * 6
+            model.eval()
+            with torch.inference_mode():
+                model(torch.ones(3, 4))
+            model.train()
+        if watch:
+            moments = {(r["layer"], r["name"]) for r in rows_of(watch, "moment")}
+            assert {("a", "weight.exp_avg_sq"), ("c", "bias.momentum_buffer")} <= moments
+            watch.close()
+        return [*model.state_dict().values(), torch.tensor(scaler.get_scale()), torch.get_rng_state()]
+
+    assert all(map(torch.equal, run(True), run(False)))
+    assert not every_module._global_forward_hooks
+
+
 def test_what_is_seen_is_what_was_there(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
@@ -80,6 +121,8 @@ def test_what_is_seen_is_what_was_there(tmp_path):
     reference[2](hidden.relu()).square().mean().backward()
     (output,) = rows_of(watch, "output", "0", "")
     assert output["min"] == pytest.approx(hidden.min().item()) and output["min"] < 0  # before the in-place ReLU
+    (after,) = rows_of(watch, "input", "2", "")
+    assert after["min"] == 0 and after["zero"] == (hidden <= 0).sum().item()  # the same memory, later
     (back,) = rows_of(watch, "grad_output", "0")
     assert back["norm"] == pytest.approx(hidden.grad.norm().item(), rel=1e-5)
     assert back["zero"] == (hidden.grad == 0).sum().item()
@@ -136,6 +179,19 @@ def test_evaluation_in_between_is_not_seen_and_nothing_stays_attached(tmp_path):
     del watch  # forgotten without a close
     gc.collect()
     assert not every_module._global_forward_hooks
+
+
+def test_what_one_layer_hands_to_the_next_is_measured_once(monkeypatch):
+    measured = []
+    plain = collection.measure
+    monkeypatch.setattr(collection, "measure", lambda t, sample: measured.append(t.shape) or plain(t, sample))
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    watch = mptrain.Watch(model)
+    model(torch.ones(2, 4)).sum().backward()
+    watch.step()
+    assert len(rows_of(watch, "input")) == len(rows_of(watch, "output")) == 3
+    assert measured.count((2, 5)) == 4  # two outputs, two gradients; the inputs are the outputs
+    assert rows_of(watch, "input", "1")[0]["norm"] == rows_of(watch, "output", "0")[0]["norm"]
 
 
 def test_two_optimizers_keep_their_own_gradients():
