@@ -1,28 +1,26 @@
 """How much watching costs: whole steps of a recipe, unwatched, watched every N steps, and with the usual hooks.
 
-    python scripts/benchmark_watch.py [--recipes resnet,language] [--precisions fp32,fp16] [--out FILE.md]
+    python scripts/benchmark_watch.py [--recipes resnet,language] [--precisions fp32,fp16] [--every 10] [--blocks 5]
 
-One network is trained; blocks of N steps of the three alternate in one process, with TensorBoard files and tables
-written. Printed are medians over blocks of the paired ratios, in seconds of the process and of the clock, with
-quartiles. The usual hooks are what people write first: least, largest and mean value of every output, gradient of an
-output and weight gradient of every module that owns parameters, each fetched by `.item()`: every step, and only in
-one step of N. Then the first layers alone are watched: the cost of one collection by the number of layers.
+One network is trained; blocks of N steps of each way alternate in one process, with TensorBoard's files written.
+Printed are the medians over blocks of the ratios within a round, in processor and in wall seconds. The usual hooks are
+what people write first: least, largest and mean value of every output, gradient of an output and weight gradient of
+every module that owns parameters, each fetched by `.item()`; they count and bin nothing. Then more and more layers are
+watched: what one collection adds to a step.
 """
 
 from __future__ import annotations
 
-import argparse
-import platform
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import benchmarking
 import torch
+from benchmarking import Spread
 from torch import Tensor, nn
 
 from mptrain import compose
@@ -30,9 +28,6 @@ from mptrain.config import check
 from mptrain.progress import Progress
 from mptrain.results.record import Record
 from mptrain.train import Run
-
-Times = tuple[float, float]
-"""Seconds of the process, of the clock."""
 
 
 class Subject:
@@ -42,60 +37,63 @@ class Subject:
         values = compose.baseline(recipe, precision)
         values |= {"out": str(folder), "device": "cpu", "progress": False, "threads": torch.get_num_threads()}
         config = check(values | {"watch": {"enabled": True, "every": every}})
-        self.record = Record(folder)
         folder.mkdir(parents=True)
-        self.run = Run(config, self.record)
+        self.run = Run(config, Record(folder))
         assert self.run.observer is not None
-        self.watch = self.run.observer.watch
+        self.observer = self.run.observer
+        self.watch = self.observer.watch
         self.watch.on_alarm = lambda alarm: None
         self.watch.skip()
-        self.progress = Progress(config, self.record, 0)
+        self.progress = Progress(config, self.run.record, 0)
         self.windows = self.run.loader.windows()
-        self.every = every
         self.seen: list[float] = []
 
-    def plain(self) -> None:
-        for _ in range(self.every):
-            self.run.step(next(self.windows))
+    def step(self) -> None:
+        self.run.step(next(self.windows))
+
+    def loss(self) -> Tensor:
+        return next(iter(self.run.recent.values()))[-1]
+
+    def plain(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
         self.run.recent.clear()
 
-    def watched(self) -> None:
-        """One of the steps is looked at, whatever number it has."""
-        for number in range(self.every):
-            if number == self.every - 1:
-                self.watch.done = self.every - 1
-                self.watch.dense_until = 0
-                self.watch._begin()
-            self.run.step(next(self.windows))
-        self.run.observer.step(next(iter(self.run.recent.values()))[-1], self.progress)  # type: ignore[union-attr]
+    def watched(self, steps: int) -> None:
+        """The last step is looked at, whatever number it has."""
+        for _ in range(steps - 1):
+            self.step()
+        self.look(len(self.watch.names))
+        self.run.recent.clear()
+
+    def look(self, layers: int) -> None:
+        """One step in which so many layers are looked at."""
+        names = self.watch.names
+        self.watch.names = dict(list(names.items())[:layers])
+        self.watch.done, self.watch.dense_until = self.watch.every - 1, 0
+        self.watch._begin()
+        self.step()
+        self.observer.step(self.loss(), self.progress)
         self.watch.skip()
-        self.watch.flush()
-        self.run.recent.clear()
+        self.watch.names = names
+        if self.watch.store is not None:
+            self.watch.store.waiting.clear()
 
-    def hooked(self, steps: int) -> None:
+    def hooked(self, steps: int, looks: int) -> None:
+        """With the usual hooks in so many of the steps."""
         handles = list(usual_hooks(self.run.models, self.seen))
-        for number in range(self.every):
-            if number == steps:
-                while handles:
-                    handles.pop().remove()
-            self.run.step(next(self.windows))
-        for handle in handles:
-            handle.remove()
+        for number in range(steps):
+            if number == looks:
+                remove(handles)
+            self.step()
+        remove(handles)
         self.seen.clear()
         self.run.recent.clear()
 
-    def collection(self, layers: int) -> None:
-        """One step in which so many layers are looked at; 0: none."""
-        if layers:
-            names = self.watch.names
-            self.watch.names = dict(list(names.items())[:layers])
-            self.watch._begin()
-        self.run.step(next(self.windows))
-        if layers:
-            self.watch.step(next(iter(self.run.recent.values()))[-1])
-            self.watch.skip()
-            self.watch.names = names
-        self.run.recent.clear()
+
+def remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def usual_hooks(models: dict[str, nn.Module], seen: list[float]) -> Iterator[Any]:
@@ -121,86 +119,50 @@ def usual_hooks(models: dict[str, nn.Module], seen: list[float]) -> Iterator[Any
                 yield p.register_post_accumulate_grad_hook(lambda p: look(p.grad))
 
 
-def timed(work: Callable[[], None]) -> Times:
-    before = time.process_time(), time.perf_counter()
-    work()
-    return time.process_time() - before[0], time.perf_counter() - before[1]
-
-
-def paired(ways: dict[str, Callable[[], None]], blocks: int) -> dict[str, list[Times]]:
-    """The times of each way, block by block, in alternating order; one more block warms up."""
-    times: dict[str, list[Times]] = {name: [] for name in ways}
-    for block in range(blocks + 1):
-        for name in list(ways)[:: 1 if block % 2 else -1]:
-            taken = timed(ways[name])
-            if block:
-                times[name].append(taken)
-    return times
-
-
-def ratio(times: list[Times], plain: list[Times], clock: int) -> str:
-    ratios = [a[clock] / b[clock] for a, b in zip(times, plain, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-
-def milliseconds(times: list[Times], per: int = 1) -> float:
-    return statistics.median(process for process, _ in times) / per * 1e3
-
-
-def ratios(subject: Subject, recipe: str, precision: str, blocks: int) -> list[str]:
-    ways = {
-        f"watched every {subject.every}": subject.watched,
-        f"usual hooks, one step of {subject.every}": lambda: subject.hooked(1),
-        "usual hooks, every step": lambda: subject.hooked(subject.every),
+def ratios(subject: Subject, every: int, blocks: int) -> Iterator[list[str]]:
+    ways: dict[str, Callable[[int], None]] = {
+        "unwatched": subject.plain,
+        f"watched every {every}": subject.watched,
+        f"usual hooks every {every}": lambda steps: subject.hooked(steps, 1),
+        "usual hooks every step": lambda steps: subject.hooked(steps, steps),
     }
-    times = paired({"unwatched": subject.plain, **ways}, blocks)
+    walls: dict[str, list[float]] = defaultdict(list)
+
+    def on_the_wall(name: str) -> Callable[[int], None]:
+        def run(steps: int) -> None:
+            start = time.perf_counter()
+            ways[name](steps)
+            walls[name].append(time.perf_counter() - start)
+
+        return run
+
+    loops = {name: benchmarking.timed(on_the_wall(name)) for name in ways}
+    times = benchmarking.alternate(loops, every, blocks)
     plain = times["unwatched"]
-    step = milliseconds(plain, subject.every)
-    return [
-        f"| {recipe}, {precision} | {step:.1f} ms | {name} | {ratio(times[name], plain, 0)} | "
-        f"{ratio(times[name], plain, 1)} |"
-        for name in ways
-    ]
+    for name in list(ways)[1:]:
+        processor = benchmarking.ratio(times[name], plain).cells()
+        wall = benchmarking.ratio(walls[name][1:], walls["unwatched"][1:]).cells()
+        yield [f"{Spread.of(plain).median * 1e3:.1f} ms", name, *processor, *wall]
 
 
-def growth(subject: Subject, recipe: str, precision: str, blocks: int) -> list[str]:
+def growth(subject: Subject, blocks: int) -> Iterator[list[str]]:
     whole = len(subject.watch.names)
     counts = sorted({1, max(1, whole // 4), max(1, whole // 2), whole})
-    subject.watch.every = 1
-    times = paired({str(n): (lambda n=n: subject.collection(n)) for n in (0, *counts)}, blocks)
-    lines = []
+    loops = {"0": benchmarking.timed(subject.plain)}
+    loops |= {str(n): benchmarking.timed(lambda steps, n=n: subject.look(n)) for n in counts}
+    times = benchmarking.alternate(loops, 1, blocks)
     for n in counts:
-        more = [a[0] - b[0] for a, b in zip(times[str(n)], times["0"], strict=True)]
-        low, middle, high = (v * 1e3 for v in statistics.quantiles(more, n=4, method="inclusive"))
-        lines.append(f"| {recipe}, {precision} | {n} | {middle:.1f} ms ({low:.1f} to {high:.1f}) |")
-    return lines
-
-
-def provenance(threads: int, blocks: int) -> str:
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-    return (
-        f"`python scripts/benchmark_watch.py {' '.join(sys.argv[1:])}`, {time.strftime('%Y-%m-%d')}, {threads} "
-        f"thread(s) of {processor()}, torch {torch.__version__}, seed 0, commit {commit}, {blocks} blocks."
-    )
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        more = Spread.of([(a - b) * 1e3 for a, b in zip(times[str(n)], times["0"], strict=True)])
+        rows = len(subject.watch.rows)
+        yield [f"{n} of {whole}", *more.cells(1), f"{rows} rows" if n == whole else ""]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser = benchmarking.parser(__doc__, "watch")
     parser.add_argument("--recipes", default="resnet,language")
     parser.add_argument("--precisions", default="fp32,fp16")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, help="a Markdown file to write")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     first, second = [], []
@@ -208,30 +170,21 @@ def main() -> None:
         for precision in options.precisions.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 subject = Subject(recipe, precision, options.every, Path(folder) / "run")
-                lines = ratios(subject, recipe, precision, options.blocks)
-                print("\n".join(lines), flush=True)
-                first += lines
-                lines = growth(subject, recipe, precision, options.blocks)
-                print("\n".join(lines), flush=True)
-                second += lines
+                first += [[f"{recipe}, {precision}", *row] for row in ratios(subject, options.every, options.blocks)]
+                second += [[f"{recipe}, {precision}", *row] for row in growth(subject, options.blocks)]
                 subject.progress.__exit__(None)
-    text = f"""# What watching costs
-
-{provenance(options.threads, options.blocks)}
-Blocks of {options.every} steps alternate in one process; ratios to the unwatched block beside, medians with quartiles.
-
-| run | unwatched step | | process time | clock |
-|---|---:|---|---|---|
-{chr(10).join(first)}
-
-What one collection adds to a step (process time), by the number of layers that are watched:
-
-| run | layers | added |
-|---|---:|---|
-{chr(10).join(second)}
-"""
-    if options.out:
-        options.out.write_text(text)
+    about = (
+        f"Ratios to an unwatched block of {options.every} steps in the same round; medians of {options.blocks} rounds, "
+        "with quartiles. A collection is exact: every element of every tensor is binned and counted. The usual hooks "
+        "fetch three numbers of each tensor."
+    )
+    header = ["run", "unwatched step", "", "ratio", "quartiles", "ratio (wall)", "quartiles"]
+    parts = [
+        benchmarking.table(header, first),
+        "What one collection adds to a step, by the number of layers that are watched:",
+        benchmarking.table(["run", "layers", "added, ms", "quartiles", "for"], second),
+    ]
+    benchmarking.report(options.out, "What watching costs", about, parts)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def test_every_small_recipe_has_the_paper_beside_it():
         "clip_hard",
         "yolo",
         "t5_overflow",
+        "spread",
     }  # experiments of their own on a family that has its paper form
     assert {f"{name}_paper" for name in small - variants - {"resnet"}} <= set(PAPER)
     assert "resnet50_paper" in PAPER
