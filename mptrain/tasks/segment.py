@@ -83,8 +83,9 @@ def build(
     for name, value, lowest in (("classes", classes, 2), ("image_size", image_size, 8), ("width", width, 1)):
         if value < lowest:
             raise UserError(f"task.{name}={value} is too small; it must be at least {lowest}")
-    sets = [images.load(data, split, classes, image_size, channels, augment) for split in ("train", "test")]
-    for found in sets:
-        if not isinstance(found, images.Pictures):
-            raise UserError(f"data={data.name} has no pictures in memory; choose data=fashion or data=synthetic")
-    return Segment(Marker(channels, classes + 1, width), *sets, ink, margin)
+    train_set, test_set = (
+        images.load(data, split, classes, image_size, channels, augment) for split in ("train", "test")
+    )
+    if not isinstance(train_set, images.Pictures) or not isinstance(test_set, images.Pictures):
+        raise UserError(f"data={data.name} has no pictures in memory; choose data=fashion or data=synthetic")
+    return Segment(Marker(channels, classes + 1, width), train_set, test_set, ink, margin)

@@ -6,6 +6,7 @@ Exponents are counted two at a time: a pair of them is a number below 2^16, and 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,14 +67,15 @@ def sweep(row: Tensor) -> Sweep | None:
     if pairs is not None:
         table = pairs.view(256, 256)
         counts += (table.sum(0) + table.sum(1)).numpy()
-    if counts[0]:
+    if row.dtype == torch.float16:  # has no numbers between its zero and FP32's normal ones, no tie, and none too large
+        found.zero = int(counts[0])
+    elif counts[0]:
         found.zero = sum(how_many(np.equal, block.numpy(), 0) for block in blocks(row))
-        counts[0] -= found.zero
-    if counts[TIE] or peak >= OVERFLOWS_FROM:
-        for block in blocks(row):
-            sizes = np.abs(block.numpy())
-            found.tie += how_many(np.equal, sizes, FLOAT16.flushed_below)
-            found.over += how_many(np.greater_equal, sizes, OVERFLOWS_FROM)
+    counts[0] -= found.zero
+    if counts[TIE]:
+        found.tie = sum(how_many(np.equal, size, FLOAT16.flushed_below) for size in _sizes(row))
+    if peak >= OVERFLOWS_FROM:
+        found.over = sum(how_many(np.greater_equal, size, OVERFLOWS_FROM) for size in _sizes(row))
     found.apart = _apart(row, found.total / row.numel(), found.square)
     fields = counts.nonzero()[0]
     found.exponents = dict(zip((fields - 127).tolist(), counts[fields].tolist(), strict=True))
@@ -86,6 +88,12 @@ def _pairs(block: Tensor) -> Tensor:
     fields = torch.bitwise_right_shift(block.view(torch.int32), 23, out=scratch.fields[:count])
     pairs = scratch.bytes[:count].copy_(fields).view(torch.int16)  # the sign's bits fall off
     return scratch.fields[: count // 2].copy_(pairs).bitwise_and_(0xFFFF)
+
+
+def _sizes(row: Tensor) -> Iterator[np.ndarray]:
+    """Blocks of absolute values."""
+    for block in blocks(row):
+        yield torch.abs(block, out=scratch.sizes[: block.numel()]).numpy()
 
 
 def _apart(row: Tensor, mean: float, square: float) -> float:
