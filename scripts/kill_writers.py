@@ -23,6 +23,8 @@ from mptrain.results.record import Record
 from mptrain.watch.store import REAL, TEXT, WHOLE, Store, read_part
 
 CONFIG = {"steps": 10**9}
+EACH = 20
+"""Kills of one run, before another begins."""
 ROW = {**dict.fromkeys(TEXT, "a"), **dict.fromkeys(WHOLE, 1), **dict.fromkeys(REAL, 0.5), "exponents": [1, 2]}
 
 
@@ -86,10 +88,12 @@ def main() -> int:
     options = parser.parse_args()
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "pyarrow.parquet", "yaml", "mptrain.results.checkpoint"])
-    rng, longest, bad, idle, step = random.Random(options.seed), 0.3, 0, 0, 0
+    rng, longest, bad, idle, steps, step = random.Random(options.seed), 0.3, 0, 0, 0, 0
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "run"
         for number in range(1, options.kills + 1):
+            if number % EACH == 1:
+                steps, step = steps + step, 0
+            folder = Path(place) / str((number - 1) // EACH)
             process = context.Process(target=write, args=(folder,))
             process.start()
             process.join(rng.uniform(0, longest))
@@ -105,7 +109,8 @@ def main() -> int:
             idle, step = idle + (now == step), max(step, now)
             if now == step and idle > number / 2:
                 longest *= 1.1  # on a busy machine a kill may come before anything was done
-    print(f"kills {options.kills}  last checkpoint of step {step}  kills without one since {idle}  unreadable {bad}")
+    print(f"kills {options.kills}  steps with a checkpoint {steps + step}  kills before the next one {idle}", end="  ")
+    print(f"unreadable {bad}")
     return 1 if bad else 0
 
 

@@ -5,10 +5,13 @@ import json
 import math
 
 import pytest
+import torch
+from torch.utils._pytree import tree_leaves
 
 from mptrain import compose, files
 from mptrain.config import Config, check
 from mptrain.precision.modes import Precision
+from mptrain.results import checkpoint
 from mptrain.results.runs import find_runs
 from mptrain.train import train
 
@@ -90,3 +93,34 @@ def test_recipe_says_what_and_never_how(recipe):
     assert values["recipe"] == recipe
     assert not {"precision", "scale", "scaling"} & set(values)
     assert "Paper:" in text and f"mptrain +recipe={recipe}" in text
+
+
+QUICK = {"gan", "language"}
+LASTING = ("models", "optimizers", "average", "task", "random", "scaler", "steps")
+
+
+@pytest.mark.parametrize("recipe", [r if r in QUICK else pytest.param(r, marks=pytest.mark.slow) for r in SMALL])
+def test_interrupted_it_ends_with_the_same_bits(recipe, tmp_path, monkeypatch):
+    """Everything a family draws, carries and averages goes on from a checkpoint in the middle of an epoch."""
+    options = {"data": "synthetic", "steps": 4, "batch_size": 4, "log_every": 1, "warmup": 1, "ema": 0.9}
+    train(config(recipe, "fp16", tmp_path / "whole", **options))
+    cut = config(recipe, "fp16", tmp_path / "cut", **options, checkpoint_every=2)
+    real = checkpoint.save
+
+    def save_and_stop(*args):
+        real(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(checkpoint, "save", save_and_stop)
+        train(cut)
+    torch.manual_seed(1234)  # a new process knows nothing of the old one's generators
+    train(cut)
+    kept = []
+    for name in ("whole", "cut"):
+        state = checkpoint.load_latest(tmp_path / name / "checkpoints")[0]["run"]
+        kept.append(tree_leaves([state[key] for key in LASTING]))
+    assert len(kept[0]) == len(kept[1])
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*kept, strict=True))
+    logs = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "cut")]
+    assert logs[0] == logs[1]

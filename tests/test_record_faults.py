@@ -293,4 +293,5 @@ def test_what_was_watched_survives_a_kill_while_it_is_cut(tmp_path, monkeypatch,
 @pytest.mark.slow
 def test_two_hundred_kills_leave_nothing_unreadable():
     done = subprocess.run([sys.executable, str(KILLS)], capture_output=True, text=True)
+    print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
