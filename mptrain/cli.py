@@ -26,7 +26,10 @@ VERBS = {
         "mptrain.reproduce:reproduce",
         "every run of the paper's tables and figures, and verdicts on its claims",
     ),
-    "report": ("mptrain.results.report.verb:report", "claims, tables and number formats as one page, from records"),
+    "report": (
+        "mptrain.results.report.verb:report",
+        "claims, tables, curves and pages to try things on as one file, from records",
+    ),
     "probe": ("mptrain.probe:probe", "a few FP32 steps: what FP16 would lose at each loss scale, and what to use"),
     "estimate": ("mptrain.estimate:estimate", "memory, operations and a roofline time per step, without a GPU"),
     "doctor": ("mptrain.doctor:doctor", "what runs natively here, what is emulated, and how fast"),
