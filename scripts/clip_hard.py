@@ -34,6 +34,8 @@ COLUMNS += ("layers underflowing at most", "first alarm", "status", "commits")
 NOT_COUNTED = "not counted"
 COLOURS = {"fp32": "#7f7f7f", "bf16": "#1f77b4", "fp16": "#ff7f0e", "fp16, interval=50": "#d62728"}
 COLOURS |= {"fp16, layerwise": "#2ca02c", "CLIP fp16": "#ff7f0e", "YOLO fp16": "#9467bd"}
+DASHES = [[1, 0], [1, 0], [1, 0], [6, 3], [2, 3]]
+"""so that a curve that lies on another one shows"""
 
 
 @dataclass(frozen=True)
@@ -286,14 +288,15 @@ def draw(runs: list[Hard], out: Path) -> None:
         chosen = [point for point in data if point["quantity"] == quantity and point["panel"] == kind]
         first, last = spans[kind]
         hard = alt.Chart(alt.Data(values=[{"a": first, "b": last}])).mark_rect(color="#dddddd")
-        y = alt.Y("value:Q", title=quantity, scale=scale)
+        axis = alt.Axis(format="%", minExtent=40) if quantity == "layers underflowing" else alt.Axis(minExtent=40)
+        y = alt.Y("value:Q", title=quantity, scale=scale, axis=axis)
         lines = alt.Chart(alt.Data(values=chosen)).mark_line(point=quantity == "recall@10")
-        lines = lines.encode(x=alt.X("step:Q", title="step"), y=y, color=colour)
+        dash = alt.StrokeDash("run:N", legend=None, scale=alt.Scale(domain=names, range=DASHES[: len(names)]))
+        lines = lines.encode(x=alt.X("step:Q", title="step"), y=y, color=colour, strokeDash=dash)
         return alt.layer(hard.encode(x="a:Q", x2="b:Q"), lines).properties(title=kind, width=260, height=150)
 
-    unit = alt.Scale(domain=[0, 1])
     scales = {"loss scale": alt.Scale(type="log", base=2), "loss": alt.Scale(zero=False), "recall@10": alt.Scale()}
-    scales["layers underflowing"] = unit
+    scales["layers underflowing"] = alt.Scale(domain=[0, 1])
     grid = alt.vconcat(*(alt.hconcat(*(panel(q, kind, scale) for kind in kinds)) for q, scale in scales.items()))
     if both := beside(runs):
         names = [name for name in COLOURS if name in {point["run"] for point in both}]

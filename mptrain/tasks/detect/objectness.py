@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torchvision.ops import box_iou, complete_box_iou_loss
+from torchvision.ops import box_area, complete_box_iou_loss
 
 from mptrain.data.boxes import DetectionSet
 from mptrain.models.yolo import YOLO, place
@@ -53,7 +53,7 @@ class Objectness(Task):
             classes = functional.one_hot(target["labels"][owner], outputs.shape[-1] - 5).float()
             entropy = functional.binary_cross_entropy_with_logits(moved[:, 5:], classes, reduction="sum")
             cost = cost + complete_box_iou_loss(placed, objects, reduction="sum") + entropy / classes.shape[1]
-            wanted[row, taken] = box_iou(placed.detach(), objects).diagonal().clamp(min=0)
+            wanted[row, taken] = overlap(placed.detach(), objects)
             positives += len(taken)
         objectness = functional.binary_cross_entropy_with_logits(outputs[..., 4], wanted, reduction="sum")
         return objectness, outputs.new_tensor(wanted.numel()), cost, outputs.new_tensor(positives)
@@ -76,3 +76,10 @@ class Objectness(Task):
 
 def mean(objectness: Tensor, boxes: Tensor, cost: Tensor, positives: Tensor) -> Tensor:
     return objectness / boxes.clamp(min=1) + cost / positives.clamp(min=1)
+
+
+def overlap(one: Tensor, other: Tensor) -> Tensor:
+    """IoU of each box (n, 4) with its own of the others (n, 4), not with all of them."""
+    sides = (torch.minimum(one[:, 2:], other[:, 2:]) - torch.maximum(one[:, :2], other[:, :2])).clamp(min=0)
+    both = sides[:, 0] * sides[:, 1]
+    return both / (box_area(one) + box_area(other) - both)
