@@ -186,6 +186,13 @@ def test_what_came_out_here_in_words(changes, words):
     assert here(verdict_of(**changes)) == words
 
 
+def test_every_quantity_of_a_claim_stands_in_the_seeds(tables):
+    with open(tables / "seeds.csv", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert {line["run"]: json.loads(line["quantities"]) for line in lines} == {
+        "fp32": {"memory": 120.0}, "fp16": {}, "scaled": {"memory": 60.0, "skipped": 0.0}, "bf16": {}}  # fmt: skip
+
+
 def test_recipes_that_share_a_line_are_named():
     members = [verdict_of(recipe=name, quantity="skipped", headline="figure 3") for name in ("ssd", "ssd_positives")]
     (line,) = first_screen_block(members, "made").cells

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 from collections.abc import Iterable
@@ -52,6 +53,7 @@ class Seed:
     grad_input_flushed: float | None
     grad_weight_flushed: float | None
     folder: str
+    quantities: str  # JSON: every other number that a claim of the recipe is about
 
 
 @dataclass(frozen=True)
@@ -152,14 +154,15 @@ def seeds(recipes: Iterable[str], found: Records) -> list[Seed]:
     """Every run that a recipe names, with the numbers that claims are about."""
     lines = []
     for recipe in recipes:
-        known = paper_of(recipe).runs
+        known, claims = paper_of(recipe).runs, paper_of(recipe).claims
         for run in sorted(found.of(recipe), key=lambda run: (run.precision, run.scale, run.seed, run.folder)):
             for name in found.names(run, known):
-                lines.append(_seed(recipe, name, run))
+                wanted = {claim.of for claim in claims if name in claim.runs and claim.of != "metric"}
+                lines.append(_seed(recipe, name, run, {of: quantity(run, of) for of in sorted(wanted)}))
     return lines
 
 
-def _seed(recipe: str, name: str, run: Run) -> Seed:
+def _seed(recipe: str, name: str, run: Run, quantities: dict[str, float | None]) -> Seed:
     return Seed(
         recipe=recipe,
         run=name,
@@ -181,6 +184,7 @@ def _seed(recipe: str, name: str, run: Run) -> Seed:
         grad_input_flushed=quantity(run, "counts.grad_input.flushed"),
         grad_weight_flushed=quantity(run, "counts.grad_weight.flushed"),
         folder=os.path.basename(run.folder),
+        quantities=json.dumps(quantities),
     )
 
 
