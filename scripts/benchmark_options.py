@@ -1,6 +1,6 @@
 """What channels_last=true and compile=true do to a training step on this CPU, beside the step without them.
 
-    python scripts/benchmark_options.py [--steps 2] [--blocks 7] [RECIPE ...]
+    python scripts/benchmark_options.py [--steps 2] [--blocks 7] [--variants NAME ...] [--recipes NAME ...]
 
 Blocks of steps of all variants alternate in one process with one thread; printed are medians of the ratio to the plain
 step of the same block, with quartiles. Time is that of the process alone, so that a shared machine disturbs less; the
@@ -45,13 +45,13 @@ def stepper(recipe: str, precision: str, changes: dict[str, Any]) -> Callable[[i
     return steps
 
 
-def measure(recipe: str, precision: str, steps: int, blocks: int, peaks: Any) -> None:
+def measure(recipe: str, names: list[str], precision: str, steps: int, blocks: int, peaks: Any) -> None:
     variants, first, times = {}, {}, {}
-    for name, changes in VARIANTS.items():
+    for name in ["plain", *names]:
         try:
-            variants[name] = stepper(recipe, precision, changes)
+            variants[name] = stepper(recipe, precision, VARIANTS[name])
         except UserError as error:
-            print(f"| `{recipe}` | {precision} | {name} | refused: {str(error).partition(':')[2].strip()} | | |")
+            print(f"| `{recipe}` | {precision} | {name} | refused: {error} | | |")
             continue
         begin = time.perf_counter()
         variants[name](1)
@@ -78,14 +78,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps in a block")
     parser.add_argument("--blocks", type=int, default=7)
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("recipes", nargs="*", default=RECIPES)
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS)[1:], default=list(VARIANTS)[1:])
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
     options = parser.parse_args()
     torch.set_num_threads(1)
     peaks = roofline.this_cpu(clock=time.process_time)
     for recipe in options.recipes:
         print("| recipe | precision | variant | ms a step | ratio to plain [quartiles] | first step, wall |")
         print("|---|---|---|---:|---:|---:|")
-        measure(recipe, options.precision, options.steps, options.blocks, peaks)
+        measure(recipe, options.variants, options.precision, options.steps, options.blocks, peaks)
 
 
 if __name__ == "__main__":
