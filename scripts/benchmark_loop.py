@@ -5,9 +5,10 @@
 Lightning and Accelerate are optional (`pip install lightning accelerate`); what is not installed has no column. Each
 of the four is a process of its own, so that none runs with another's patches, caches or allocator. Blocks of steps
 alternate between them, one runs at a time, and all draw batches in memory from a generator that holds them back
-between two blocks. Progress bars, logs, checkpoints and TensorBoard are off for all; Lightning runs in its "barebones"
-mode. The runner's loop is the whole one that `mptrain` runs. The loop by hand does what such loops do: zero_grad,
-forward, backward, step; in FP16, which no CPU library has, with this project's arithmetic and scaler.
+between two blocks. All keep the memory they free. Progress bars, logs, checkpoints and TensorBoard are off for all;
+Lightning runs in its "barebones" mode. The runner's loop is the whole one that `mptrain` runs. The loop by hand does
+what such loops do: zero_grad, forward, backward, step; in FP16, which no CPU library has, with this project's
+arithmetic and scaler.
 
 --growth measures instead how the runner's share grows with the width of a network and its batch.
 """
