@@ -95,7 +95,7 @@ def test_recipe_says_what_and_never_how(recipe):
     assert "Paper:" in text and f"mptrain +recipe={recipe}" in text
 
 
-QUICK = {"gan", "language"}
+QUICK = {"language"}
 LASTING = ("models", "optimizers", "average", "task", "random", "scaler", "steps")
 
 
