@@ -179,6 +179,18 @@ def test_share_of_what_was_counted(judge):
     assert found.low == pytest.approx(stats.t.interval(0.95, 2, shares.mean(), stats.sem(shares))[0])
 
 
+def test_a_share_s_interval_ends_at_none(judge):
+    def counts(flushed):
+        return {"counts.json": json.dumps([{"direction": "forward", "values": 100, "zero": 0, "flushed": flushed}])}
+
+    files = {("fp16", seed): counts(flushed) for seed, flushed in enumerate((0, 1, 3))}
+    claim = {"test": "share", "run": "fp16", "of": "counts.forward.flushed", "above": 0.5}
+    found = judge(claim, files_of=files, fp16=[0.8, 0.8, 0.8])
+    assert found.low == 0 and found.high == pytest.approx(
+        stats.t.interval(0.95, 2, 0.04 / 3, stats.sem([0, 0.01, 0.03]))[1]
+    )
+
+
 def test_ratio_is_geometric_and_memory_needs_one_seed(judge):
     memory = {("fp16", 0): {"memory": {"peak_mib": 60.0, "how": "live tensor bytes"}}}
     found = judge({"test": "ratio", "run": "fp16", "of": "memory", "below": 0.6}, more=memory, fp32=[0.8], fp16=[0.8])

@@ -22,6 +22,7 @@ from mptrain.results.quantities import EXACT, quantity
 from mptrain.results.runs import Excluded, Run, find_runs
 from mptrain.results.statistics import Estimate, estimate
 
+SHARES = ("counts.", "watch.", "skipped", "alarms.")  # quantities between 0 and 1
 SHOWS, UNDECIDED, NOT_RUN = "shows", "undecided", "not run"
 NOT_AT_THIS_SIZE = "not at this size"  # of a small recipe
 DOES_NOT_SHOW = "does not show"  # of a recipe at the paper's size
@@ -84,6 +85,8 @@ def _verdict(recipe: str, claim: Claim, found: Records) -> Verdict:
     told = estimate(values, exact=claim.of in EXACT) if values else None
     if claim.test == "ratio" and told is not None:
         told = _exponential(told)
+    if claim.test == "share" and claim.of.startswith(SHARES) and told is not None:
+        told = _within_one(told)
     verdict = _decided(claim, present, told, region, first.margin)
     if verdict == SHOWS and len(present) < len(members):
         verdict = UNDECIDED  # of six networks that were claimed to be equal, some were not run
@@ -149,6 +152,14 @@ def _exponential(told: Estimate) -> Estimate:
         None if each is None else (math.exp(each[0]), math.exp(each[1])) for each in (told.wide, told.narrow)
     )
     return Estimate(told.n, math.exp(told.mean), wide, narrow)
+
+
+def _within_one(told: Estimate) -> Estimate:
+    """Intervals of a share, cut at none and all."""
+    wide, narrow = (
+        None if each is None else (max(0.0, each[0]), min(1.0, each[1])) for each in (told.wide, told.narrow)
+    )
+    return Estimate(told.n, told.mean, wide, narrow)
 
 
 # The verdict.

@@ -49,7 +49,7 @@ def here(claim: Verdict) -> str:
     if claim.what == "" or claim.number is None:
         return f"{claim.run}: {claim.diverged} of {claim.made} seeds diverged"
     percent = claim.quantity.startswith(("counts.", "watch.", "skipped"))
-    name = claim.quantity.rpartition(".")[2] if percent else claim.quantity
+    name = claim.quantity.rpartition(".")[2] if percent else claim.quantity.removeprefix("metrics.")
     unit = claim.metric or UNITS.get(name, name)
     if claim.what == "share":
         return f"{claim.run}: {_interval(claim, percent)} {unit}"
