@@ -7,6 +7,7 @@ from mptrain import compose, files, hollow
 from mptrain.config import check
 from mptrain.errors import UserError
 from mptrain.estimate import CLOSE, Growth, Step, estimate, models, step
+from mptrain.estimate import _batch as first_batch
 from mptrain.memory import StepMemory
 from mptrain.precision import hardware
 from mptrain.precision.modes import Precision
@@ -19,11 +20,10 @@ CHEAP = ("gan", "language", "resnet", "ssd")
 
 
 def measured(config):
-    """The most live tensor bytes of a real step that finds the optimizers' state in place."""
+    """The most live tensor bytes of a real step on the same batch that finds the optimizers' state in place."""
     run = Run(config, Record("."))
-    windows = run.loader.windows()
-    run.step(next(windows))
-    window = next(windows)
+    window = [first_batch(run.task, config.batch_size)[1]] * config.accumulate
+    run.step(window)
     with StepMemory(run.held()) as memory:
         run.step(window)
     return memory.peak()
