@@ -32,6 +32,7 @@ TORCH = {
 
 
 def test_a_page_from_broken_records_lists_them_and_escapes_them(tmp_path, capsys):
+    pytest.importorskip("altair", reason="needs altair to draw the figures: pip install 'mptrain[report]'")
     run = tmp_path / "runs" / "<script>alert(1)"
     run.mkdir(parents=True)
     (run / "summary.json").write_text('{"schema": 1, "status": "</script><b>", "recipe": "<i>\\u2028"}')
