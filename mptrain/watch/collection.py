@@ -154,7 +154,9 @@ class Collection:
         lost_of, small_of = ({self.parameters[p]: int(n) for p, n in each.items()} for each in (lost, small))
         rows = []
         for key, calls in keys:
-            whole = sum((next(found) for _ in range(calls)), Statistics())
+            whole = next(found)
+            for _ in range(calls - 1):
+                whole += next(found)
             row = self._row(step, key, calls, whole, scale)
             if row["kind"] == "weight":
                 row |= {"lost": lost_of.get((key[0], key[2])), "small_updates": small_of.get((key[0], key[2]))}

@@ -113,17 +113,18 @@ def measure(tensor: Tensor, sample: int | None = None) -> Row | Statistics:
     sample: of a larger tensor, look at about so many evenly spaced elements for counts, histogram and means; minimum,
     maximum and norm are always of all. Unset, all is exact. Numbers wider than FP32 are looked at as FP32.
     """
-    whole = flat(tensor)
-    part = every(whole, sample)
-    count = whole.numel()
-    if not count:
-        return Statistics()
-    if whole.device.type == "cpu" and part is whole and (found := sweep(whole)) is not None:
-        return _of_sweep(count, found)
-    part = part.float().contiguous()
-    floats, counts = _with_care(whole.float(), part)
-    values = [torch.stack([f.float() for f in floats]).double(), torch.stack(counts).double(), _bins(part).double()]
-    return Row(count, part.numel(), torch.cat(values))
+    with torch._C._DisableAutocast():  # whoever measures may stand in a region that casts, and asks at every operation
+        whole = flat(tensor)
+        part = every(whole, sample)
+        count = whole.numel()
+        if not count:
+            return Statistics()
+        if whole.device.type == "cpu" and part is whole and (found := sweep(whole)) is not None:
+            return _of_sweep(count, found)
+        part = part.float().contiguous()
+        floats, counts = _with_care(whole.float(), part)
+        values = [torch.stack([f.float() for f in floats]), torch.stack(counts), _bins(part)]
+        return Row(count, part.numel(), torch.cat([v.double() for v in values]))
 
 
 LANES = 64
