@@ -129,8 +129,9 @@ def main() -> int:
             for complaint in found:
                 print(f"after kill {number}: {complaint}", file=sys.stderr)
             idle, step = idle + (now == step), max(step, now)
-    print(f"kills {options.kills}  steps with a checkpoint {total + step}  kills before the next one {idle}", end="  ")
-    print(f"unreadable {bad}")
+            if number % EACH == 0 or number == options.kills:
+                figures = f"kills {number}  steps with a checkpoint {total + step}  kills before the next one {idle}"
+                print(f"{figures}  unreadable {bad}", flush=True)
     return 1 if bad else 0
 
 
