@@ -85,7 +85,7 @@ class WatchConfig(_Model):
     enabled: bool = False
     every: Count = 10
     layers: list[Text] = []
-    sample: Count | None = None
+    sample: Count | None = 16384
 
 
 class ParallelConfig(_Model):

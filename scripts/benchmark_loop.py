@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from benchmarking import Spread, alternate, parser, peak, ratio, report, table
 from contenders import PEERS, Case, Contender, batches, built, configured
 
-from mptrain.roofline import Work, counted, line, this_cpu
+from mptrain.roofline import Work, counted
 
 
 def race(contenders: list[Contender], case: Case, seconds: float, blocks: int) -> dict[str, list[float]]:
@@ -65,8 +65,7 @@ def work(case: Case) -> Work:
 def compared(contenders: list[Contender], cases: list[Case], seconds: float, blocks: int) -> list[str]:
     """The table of all contenders, with the distance to the peak."""
     others = [c.name for c in contenders if c.name != "by hand"]
-    rows, limits = [], []
-    machine = this_cpu()
+    rows = []
     tops = {"fp32": peak(torch.float32), "bf16": peak(torch.bfloat16)}
     for case in cases:
         times = race(contenders, case, seconds, blocks)
@@ -74,8 +73,6 @@ def compared(contenders: list[Contender], cases: list[Case], seconds: float, blo
         done = work(case)
         share = done.flops / own / tops.get(case.precision, tops["fp32"])
         row = [case.name, case.precision, f"{own * 1e3:.3f}", f"{done.flops / 1e9:.3g}", f"{share:.0%}"]
-        if case.precision == "fp32":
-            limits.append(f"- {case.name}, by hand in FP32: {line(done, machine, own)}")
         for name in others:
             row.append("{} ({})".format(*ratio(times[name], times["by hand"]).cells()) if name in times else "")
         rows.append(row)
@@ -83,7 +80,7 @@ def compared(contenders: list[Contender], cases: list[Case], seconds: float, blo
     header = ["network", "precision", "by hand, ms", "GFLOP", "of the peak"]
     peaks = f"Peak: a product of two 1024 x 1024 matrices in this run, FP32 {tops['fp32'] / 1e9:.0f} and BF16 "
     peaks += f"{tops['bf16'] / 1e9:.0f} GFLOP/s; emulated FP16 computes in FP32."
-    return [table([*header, *(f"{name} / by hand (quartiles)" for name in others)], rows), peaks, "\n".join(limits)]
+    return [table([*header, *(f"{name} / by hand (quartiles)" for name in others)], rows), peaks]
 
 
 def growth(contenders: list[Contender], seconds: float, blocks: int) -> list[str]:

@@ -175,7 +175,8 @@ def main() -> None:
                 subject.progress.__exit__(None)
     about = (
         f"Ratios to an unwatched block of {options.every} steps in the same round; medians of {options.blocks} rounds, "
-        "with quartiles. A collection is exact: every element of every tensor is binned and counted. The usual hooks "
+        "with quartiles. Ends and norms are of every element, counts of about 16,384 of a larger tensor "
+        "(`watch.sample`; null: of all, which costs six times as much on the ResNet). The usual hooks "
         "fetch three numbers of each tensor."
     )
     header = ["run", "unwatched step", "", "ratio", "quartiles", "ratio (wall)", "quartiles"]

@@ -121,10 +121,22 @@ def measure(tensor: Tensor, sample: int | None = None) -> Row | Statistics:
             return Statistics()
         if whole.device.type == "cpu" and part is whole and (found := sweep(whole)) is not None:
             return _of_sweep(count, found)
+        sampled = whole.device.type == "cpu" and part is not whole
+        if sampled and (ends := _plain_ends(whole)) is not None and (found := sweep(part.contiguous())) is not None:
+            return replace(_of_sweep(part.numel(), found), count=count, **ends)
         part = part.float().contiguous()
         floats, counts = _with_care(whole.float(), part)
         values = [torch.stack([f.float() for f in floats]), torch.stack(counts), _bins(part)]
         return Row(count, part.numel(), torch.cat([v.double() for v in values]))
+
+
+def _plain_ends(whole: Tensor) -> dict[str, Any] | None:
+    """Ends and norm in two passes over memory; None where squares may leave FP32, or a value is not finite."""
+    low, high = (float(end) for end in whole.aminmax())
+    peak = max(abs(low), abs(high))
+    if not 2.0**-40 < peak < 2.0**40:  # NaN included
+        return None
+    return {"min": low, "max": high, "norm": float(torch.linalg.vector_norm(whole, dtype=torch.float32))}
 
 
 LANES = 64
