@@ -115,6 +115,20 @@ def test_a_sample_keeps_the_extremes_and_the_norm():
     assert len(every(x, 1000)) == s.sampled
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("place", "value"), [(5, 0.0), (5, math.nan), (5, -math.inf), (slice(9, None), 1e-20), (slice(None), 0.0)]
+)
+def test_a_sample_of_any_format_has_the_ends_and_the_norm_of_all(dtype, place, value):
+    x = torch.randn(50_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[place] = value
+    s, whole = describe(x, sample=1000), describe(x)
+    assert (s.count, s.min, s.max) == (whole.count, whole.min, whole.max) and 900 <= s.sampled <= 1000
+    assert s.norm == pytest.approx(whole.norm, rel=1e-5)
+    seen = describe(every(x, 1000))
+    assert (s.zero, s.nan, s.inf, s.below, s.histogram) == (seen.zero, seen.nan, seen.inf, seen.below, seen.histogram)
+
+
 def test_layouts():
     x = torch.randn(2, 3, 4, 5)
     same = [x, x.to(memory_format=torch.channels_last), x.transpose(0, 2), x[:, :, :, ::1]]

@@ -21,7 +21,7 @@ from torch import Tensor
 from mptrain.precision.blocks import flat
 from mptrain.precision.formats import FLOAT16
 from mptrain.watch.histogram import FLUSHED_BELOW, LOWEST, SUBNORMAL_BELOW, Histogram
-from mptrain.watch.sweep import OVERFLOWS_FROM, Sweep, sweep
+from mptrain.watch.sweep import OVERFLOWS_FROM, Sweep, ordinary_ends, sweep
 
 HEAD = ("min", "max", "unit", "norm", "sum", "abs_sum", "apart", "nonzero", "nan", "inf", "tie", "over")
 """The numbers of a row before its 256 bins. Sums are of x / unit; apart: norm of the distances from the mean."""
@@ -119,24 +119,22 @@ def measure(tensor: Tensor, sample: int | None = None) -> Row | Statistics:
         count = whole.numel()
         if not count:
             return Statistics()
-        if whole.device.type == "cpu" and part is whole and (found := sweep(whole)) is not None:
-            return _of_sweep(count, found)
-        sampled = whole.device.type == "cpu" and part is not whole
-        if sampled and (ends := _plain_ends(whole)) is not None and (found := sweep(part.contiguous())) is not None:
-            return replace(_of_sweep(part.numel(), found), count=count, **ends)
+        if whole.device.type == "cpu" and (swept := _swept(whole, part)) is not None:
+            return swept
         part = part.float().contiguous()
         floats, counts = _with_care(whole.float(), part)
         values = [torch.stack([f.float() for f in floats]), torch.stack(counts), _bins(part)]
         return Row(count, part.numel(), torch.cat([v.double() for v in values]))
 
 
-def _plain_ends(whole: Tensor) -> dict[str, Any] | None:
-    """Ends and norm in two passes over memory; None where squares may leave FP32, or a value is not finite."""
-    low, high = (float(end) for end in whole.aminmax())
-    peak = max(abs(low), abs(high))
-    if not 2.0**-40 < peak < 2.0**40:  # NaN included
+def _swept(whole: Tensor, part: Tensor) -> Statistics | None:
+    """On a CPU, in one walk through the part; None for numbers that need more care."""
+    if part is whole:
+        return None if (found := sweep(whole)) is None else _of_sweep(whole.numel(), found)
+    if (ends := ordinary_ends(whole)) is None or (found := sweep(part.contiguous())) is None:
         return None
-    return {"min": low, "max": high, "norm": float(torch.linalg.vector_norm(whole, dtype=torch.float32))}
+    norm = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, torch.float32)).item()
+    return replace(_of_sweep(part.numel(), found), count=whole.numel(), min=ends[0], max=ends[1], norm=norm)
 
 
 LANES = 64

@@ -44,14 +44,13 @@ class Sweep:
 
 def sweep(row: Tensor) -> Sweep | None:
     """Of a row of numbers; None if they are not all finite, or of unusual size: then others have to take care."""
-    low, high = torch.aminmax(row)
-    found = Sweep(low.item(), high.item())
+    if (ends := ordinary_ends(row)) is None:
+        return None
+    found = Sweep(*ends)
     peak = max(-found.low, found.high)
     if peak == 0:
         found.zero = row.numel()
         return found
-    if not ORDINARY[0] < peak < ORDINARY[1]:
-        return None
     counts = np.zeros(256, dtype=np.int64)
     pairs: Tensor | None = None
     for block in blocks(row):
@@ -80,6 +79,13 @@ def sweep(row: Tensor) -> Sweep | None:
     fields = counts.nonzero()[0]
     found.exponents = dict(zip((fields - 127).tolist(), counts[fields].tolist(), strict=True))
     return found
+
+
+def ordinary_ends(row: Tensor) -> tuple[float, float] | None:
+    """Minimum and maximum; None if numbers are not all finite, or the largest is of unusual size."""
+    low, high = (end.item() for end in torch.aminmax(row))
+    peak = max(-low, high)
+    return (low, high) if peak == 0 or ORDINARY[0] < peak < ORDINARY[1] else None
 
 
 def _pairs(block: Tensor) -> Tensor:
