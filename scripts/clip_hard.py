@@ -22,9 +22,10 @@ from typing import Any
 
 from mptrain import files
 from mptrain.errors import UserError
+from mptrain.results import watched
 from mptrain.results.quantities import logged
 from mptrain.results.runs import Run, find_runs
-from mptrain.results.summary import load
+from mptrain.results.summary import BadSummary, load
 from mptrain.watch.alarms import UNDERFLOW
 
 RECIPES = ("clip_hard", "yolo")
@@ -117,14 +118,11 @@ def hard(run: Run) -> Hard:
 
 def flushed(folder: Path) -> dict[int, tuple[float, float]]:
     """What `Hard.flushed` is, from watch.parquet; a part that cannot be read is one gap."""
-    import pyarrow.parquet as pq
-
     of: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
-    for part in sorted((folder / "watch.parquet").glob("*.parquet")):
+    for part in watched.parts(folder / "watch.parquet"):
         try:
-            columns = ["step", "layer", "kind", "name", "count", "zero", "flushed"]
-            rows = pq.ParquetFile(part).read(columns).to_pylist()
-        except (OSError, ValueError, KeyError):
+            rows = watched.read(part, ("step", "layer", "kind", "name", "count", "zero", "flushed"))
+        except (OSError, BadSummary):
             continue
         for row in rows:
             if (

@@ -13,6 +13,7 @@ from typing import Any
 
 from mptrain.results.runs import Run
 from mptrain.results.summary import LARGEST_NUMBER, BadSummary, load
+from mptrain.results.watched import parts, read
 
 LARGEST_LOG = 200_000_000  # bytes of metrics.jsonl
 LAST = 0.1  # share of the logged steps at the end over which the training loss is averaged
@@ -109,20 +110,16 @@ def _raised(summary: Any, rule: str) -> float | None:
 
 
 def _rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """The rows of watch.parquet that quantities are about; none if it cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    wanted = ("step", "layer", "kind", "name", "scale", "count", "sampled", "zero", "first_exponent", "exponents",
-              "small_updates")  # fmt: skip
-    try:
-        for part in sorted(folder.glob("*.parquet")):
-            if part.is_symlink() or part.stat().st_size > LARGEST_PART:
+    """The rows of watch.parquet that quantities are about, up to a part that cannot be read."""
+    columns = ("step", "layer", "kind", "name", "scale", "count", "sampled", "zero", "first_exponent", "exponents")
+    for part in parts(folder):
+        try:
+            if part.stat().st_size > LARGEST_PART:
                 return
-            file = pq.ParquetFile(part)
-            yield from file.read(columns=[name for name in wanted if name in file.schema_arrow.names]).to_pylist()
-    except (OSError, pa.ArrowException):
-        return
+            rows = read(part, columns, later=("small_updates",))
+        except (OSError, BadSummary):
+            return
+        yield from rows
 
 
 def _watched(rows: list[dict[str, Any]], kind: str, what: str) -> float | None:

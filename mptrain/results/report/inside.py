@@ -15,6 +15,7 @@ from typing import Any
 
 from mptrain.results.runs import Run
 from mptrain.results.summary import BadSummary, Fields, clean, load
+from mptrain.results.watched import parts, read
 from mptrain.watch.histogram import Histogram
 
 KINDS = {"grad_output": "activation gradients", "grad_weight": "weight gradients"}
@@ -66,13 +67,13 @@ def seen(runs: Iterable[Run], folders: Iterable[Path]) -> Seen:
         except (OSError, BadSummary) as error:
             found.unread.append(clean(f"{path}: {_why(error)}"))
     for run in runs:
-        parts = Path(run.folder) / "watch.parquet"
-        if not parts.is_dir() or parts.is_symlink():
+        folder = Path(run.folder) / "watch.parquet"
+        if not folder.is_dir() or folder.is_symlink():
             continue
         try:
-            gradients, found.losses[run.folder] = watched(label(run), rows(parts))
+            gradients, found.losses[run.folder] = watched(label(run), rows(folder))
         except (OSError, BadSummary, ArithmeticError) as error:
-            found.unread.append(clean(f"{parts}: {_why(error)}"))
+            found.unread.append(clean(f"{folder}: {_why(error)}"))
         else:
             found.gradients += [gradients] if gradients.of else []
     return found
@@ -136,21 +137,12 @@ def _checked(exponents: dict[int, int]) -> dict[int, int]:
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
     """The rows of all parts; raises BadSummary where one cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    parts = sorted(path for path in folder.iterdir() if path.suffix == ".parquet" and not path.is_symlink())
-    sizes = [path.stat().st_size for path in parts]
+    found = parts(folder)
+    sizes = [path.stat().st_size for path in found]
     if max(sizes, default=0) > LARGEST_PART or sum(sizes) > LARGEST_WATCH:
         raise BadSummary(f"has {sum(sizes) / 1e6:.0f} MB; at most {LARGEST_WATCH / 1e6:.0f} MB are read")
-    for part in parts:
-        try:
-            content = pq.ParquetFile(part).read(columns=list(COLUMNS))
-            if content.column_names != list(COLUMNS) and set(COLUMNS) - set(content.column_names):
-                raise BadSummary(f"{part.name} lacks {', '.join(sorted(set(COLUMNS) - set(content.column_names)))}")
-            yield from content.to_pylist()
-        except (pa.ArrowException, ValueError, TypeError) as error:
-            raise BadSummary(f"{part.name} is no part of a watch: {str(error).splitlines()[0]}") from error
+    for part in found:
+        yield from read(part, COLUMNS)
 
 
 def watched(name: str, lines: Iterable[dict[str, Any]]) -> tuple[Gradients, Losses]:
