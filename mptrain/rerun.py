@@ -43,10 +43,9 @@ def explain(run: Run, window: list[Batch]) -> list[Finding]:
         run.buffers.keep()
         carried = run.task.state_dict()
         for batch in window:
-            phases = run.task.losses(run.to_device(batch))
-            while (phase := run.forward(phases)) is not None:
-                losses.append(phase[1].detach())
-                scaler.scale(phase[1]).backward()
+            for _, loss in run.losses(batch, run.region):
+                losses.append(loss.detach())
+                scaler.scale(loss).backward()
         run.buffers.restore()
         run.task.load_state_dict(carried)
         run.weights.zero_grad()
@@ -82,13 +81,8 @@ def shadow(run: Run, window: list[Batch]) -> None:
         scaler, carried = run.scaler.aside(), run.task.state_dict()
         sizes = [run.task.size(batch) for batch in window]
         for batch, size in zip(window, sizes, strict=True):
-            phases = run.task.losses(run.to_device(batch))
-            while True:
-                with region:
-                    phase = next(phases, None)
-                if phase is None:
-                    break
-                scaler.scale(phase[1] * (size / sum(sizes))).backward()
+            for _, loss in run.losses(batch, region):
+                scaler.scale(loss * (size / sum(sizes))).backward()
         run.task.load_state_dict(carried)
 
     assert run.observer is not None

@@ -7,7 +7,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -263,9 +263,7 @@ class Run:
         if self.has_buffers:
             self.buffers.keep()
         for number, (batch, size, total) in enumerate(zip(window, sizes, totals, strict=True), start=1):
-            phases = self.task.losses(self.to_device(batch))
-            while (phase := self.forward(phases)) is not None:
-                name, loss = phase
+            for name, loss in self.losses(batch, self.region):
                 self.recent[name].append(loss.detach() if size == total else loss.detach() * (size / total))
                 self.loss_dtype = loss.dtype
                 share = loss if size == self.units else loss * (size / self.units)
@@ -277,10 +275,15 @@ class Run:
             self.task.load_state_dict(before)
         return skipped
 
-    def forward(self, phases: Iterator[tuple[str, torch.Tensor]]) -> tuple[str, torch.Tensor] | None:
-        """The next loss of a batch, computed in this run's precision; None after the last."""
-        with self.region:
-            return next(phases, None)
+    def losses(self, batch: Batch, region: AbstractContextManager[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The losses of a batch, one by one, each computed inside the region; what is done with them is outside."""
+        phases = self.task.losses(self.to_device(batch))
+        while True:
+            with region:
+                phase = next(phases, None)
+            if phase is None:
+                return
+            yield phase
 
     def apply(self, name: str) -> None:
         """Unscale, check, clip, step: one optimizer's update from the gradients that are there."""
