@@ -9,7 +9,7 @@ from mptrain import models
 from mptrain.data import images
 from mptrain.data.dataset import Batch, DataSpec
 from mptrain.errors import UserError
-from mptrain.tasks.task import Task
+from mptrain.tasks.task import Task, at_least
 
 
 class Classify(Task):
@@ -72,9 +72,8 @@ def build(
 
     `augment` is one of none, flip, random_crop, random_resized_crop (mptrain/data/images.py).
     """
-    for name, value, lowest in (("classes", classes, 2), ("image_size", image_size, 8)):
-        if value < lowest:
-            raise UserError(f"task.{name}={value} is too small; it must be at least {lowest}")
+    at_least(2, classes=classes)
+    at_least(8, image_size=image_size)
     if not 0 <= label_smoothing < 1:
         raise UserError(f"task.label_smoothing={label_smoothing} must be at least 0 and below 1")
     if aux_weight < 0 or margin < 0:

@@ -19,7 +19,7 @@ from mptrain.data.dataset import DataSpec
 from mptrain.data.words import UNKNOWN
 from mptrain.errors import UserError
 from mptrain.models.lstm_lm import State, sampled_softmax_loss
-from mptrain.tasks.task import Task
+from mptrain.tasks.task import Task, at_least
 
 RARE = 8
 """A word seen at most so often in training counts as rare."""
@@ -126,9 +126,7 @@ def build(
     sampled: int = 0,
 ) -> Language:
     """`window` words between two cuts of the graph; `sampled` words in a sampled softmax, 0 for the whole one."""
-    for name, value in {"vocabulary": vocabulary, "window": window, "hidden": hidden, "layers": layers}.items():
-        if value < 1:
-            raise UserError(f"task.{name}={value} must be at least 1; type task.{name}=1 or more")
+    at_least(1, vocabulary=vocabulary, window=window, hidden=hidden, layers=layers)
     if tied and (projection or hidden) != embedding:
         raise UserError(
             f"task.tied=true needs outputs as wide as the embedding, not {projection or hidden} and {embedding}; "

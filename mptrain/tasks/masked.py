@@ -14,7 +14,7 @@ from mptrain.data.dataset import DataSpec
 from mptrain.data.words import START
 from mptrain.errors import UserError
 from mptrain.models.t5 import T5Encoder
-from mptrain.tasks.task import Task
+from mptrain.tasks.task import Task, at_least
 
 
 class MaskedWords(Task):
@@ -70,10 +70,8 @@ def build(
 ) -> MaskedWords:
     """`layers` of attention and a feed-forward layer of `feed`; `clamp` see `models.t5`. `window` words a row;
     held-out `documents` of 1,024 words are scored."""
-    sizes = {"width": width, "layers": layers, "heads": heads, "feed": feed, "window": window, "documents": documents}
-    for name, value in {"vocabulary": vocabulary, **sizes}.items():
-        if value < 1:
-            raise UserError(f"task.{name}={value} must be at least 1; type task.{name}=1 or more")
+    at_least(1, vocabulary=vocabulary, width=width, layers=layers, heads=heads, feed=feed)
+    at_least(1, window=window, documents=documents)
     if width % heads:
         raise UserError(f"task.width={width} must be a multiple of task.heads={heads}")
     if not 0 <= dropout < 1:

@@ -15,7 +15,7 @@ from mptrain.data import images
 from mptrain.data.dataset import Batch, DataSpec
 from mptrain.errors import UserError
 from mptrain.models.marker import Marker
-from mptrain.tasks.task import Task
+from mptrain.tasks.task import Task, at_least
 
 INK = ("raw", "share")
 
@@ -80,9 +80,9 @@ def build(
     of the first block."""
     if ink not in INK:
         raise UserError(f"task.ink={ink} is unknown; choose one of: {', '.join(INK)}")
-    for name, value, lowest in (("classes", classes, 2), ("image_size", image_size, 8), ("width", width, 1)):
-        if value < lowest:
-            raise UserError(f"task.{name}={value} is too small; it must be at least {lowest}")
+    at_least(2, classes=classes)
+    at_least(8, image_size=image_size)
+    at_least(1, width=width)
     train_set, test_set = (
         images.load(data, split, classes, image_size, channels, augment) for split in ("train", "test")
     )

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mptrain.data.dataset import Batch, Dataset
+from mptrain.errors import UserError
 
 
 class Task:
@@ -58,3 +59,10 @@ class Task:
 
     def finish(self, folder: Path) -> None:
         """Writes artefacts of the trained networks, e.g. a picture, into the run's folder."""
+
+
+def at_least(lowest: int, **options: int) -> None:
+    """Raises UserError for an option of the task that is smaller."""
+    for name, value in options.items():
+        if value < lowest:
+            raise UserError(f"task.{name}={value} must be at least {lowest}; type task.{name}={lowest} or more")

@@ -21,7 +21,7 @@ from mptrain.data.dataset import Dataset, DataSpec
 from mptrain.errors import UserError
 from mptrain.models.emoji_features import FEATURES, pretrained
 from mptrain.tasks.gan.frechet import Moments, frechet_distance
-from mptrain.tasks.task import Task
+from mptrain.tasks.task import Task, at_least
 
 GRID = 64
 """Pictures in samples.png and real.png."""
@@ -147,17 +147,8 @@ def build(
     from every `g_every`-th. Raises UserError if an option does not fit."""
     if size < 8 or size & (size - 1):
         raise UserError(f"task.size={size} must be a power of two and at least 8; type task.size=32, 64 or 128")
-    at_least_one = {
-        "generator_width": generator_width,
-        "discriminator_width": discriminator_width,
-        "features": features,
-        "noise": noise,
-        "d_every": d_every,
-        "g_every": g_every,
-    }
-    for name, value in at_least_one.items():
-        if value < 1:
-            raise UserError(f"task.{name}={value} must be at least 1; type task.{name}=1 or more")
+    at_least(1, generator_width=generator_width, discriminator_width=discriminator_width)
+    at_least(1, features=features, noise=noise, d_every=d_every, g_every=g_every)
     if norm not in NORMS:
         raise UserError(f"task.norm={norm} is unknown; type task.norm={' or task.norm='.join(NORMS)}")
     if min(d_every, g_every) > 1:
