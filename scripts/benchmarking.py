@@ -82,17 +82,10 @@ def ratio(times: Sequence[float], base: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(times, base, strict=True)])
 
 
-def peak(dtype: torch.dtype, device: str = "cpu", size: int = 1024, tries: int = 12) -> float:
+def peak(dtype: torch.dtype, size: int = 1024, tries: int = 12) -> float:
     """FLOP/s of a product of two square matrices: the best of some tries, as this process's threads reach it now."""
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best, now = float("inf"), clock(device)
-    for _ in range(tries):
-        start = now()
-        a @ b
-        if device != "cpu":
-            torch.cuda.synchronize()
-        best = min(best, now() - start)
-    return 2 * size**3 / best
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / min(timed(lambda _: a @ b)(1) for _ in range(tries))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
