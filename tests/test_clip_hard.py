@@ -8,6 +8,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from test_results_table import summary
 
 from mptrain.watch.store import Store
 
@@ -33,33 +34,20 @@ def record(
     if recipe == "yolo":
         task = {"name": "detect", "normalise": "objectness"}
     (folder / "config.yaml").write_text(json.dumps({"recipe": recipe, "task": task}))
-    summary = {
-        "schema": 1,
-        "status": "finished",
-        "reason": None,
-        "recipe": recipe,
-        "precision": precision,
-        "precision_label": precision,
-        "scale": scale,
-        "seed": seed,
-        "device": "cpu",
-        "backend": "native",
-        "dtypes": {"matmul": "float32", "softmax": "float32", "norm": "float32", "loss": "float32"},
-        "metric": {"name": "recall@10", "value": value, "higher_is_better": True, "margin": 0.01},
-        "throughput": {"value": 1.0, "unit": "pairs/s"},
-        "memory": {"peak_mib": 1.0, "how": "test"},
-        "steps": {"attempted": 600, "applied": 590, "skipped": 10},
-        "final_scale": None if scale == "none" else 64.0,
-        "data": {"name": "emoji", "kind": "real"},
-        "eval_precision": "fp32",
-        "environment": {"device_name": "a machine", "torch": "2.0", "commit": "abc"},
-        "started": "2026-01-01T00:00:00+00:00",
-        "finished": "2026-01-01T00:01:00+00:00",
-        "wall_s": 60.0,
-        "key": {"recipe": recipe, "data": "emoji", "steps": 600, "batch_size": 64, "settings": hard},
+    made_up = summary(
+        recipe=recipe,
+        precision=precision,
+        scale=scale,
+        seed=seed,
+        metric={"name": "recall@10", "value": value},
+        steps={"applied": 590, "skipped": 10},
+        final_scale=None if scale == "none" else 64.0,
+        data={"name": "emoji"},
+        environment={"device_name": "a machine", "torch": "2.0", "commit": "abc"},
+        key={"recipe": recipe, "data": "emoji", "batch_size": 64, "settings": hard},
         **more,
-    }
-    (folder / "summary.json").write_text(json.dumps(summary))
+    )
+    (folder / "summary.json").write_text(json.dumps(made_up))
     lines = [
         {"step": 10, "loss": 4.0, "lr": 1e-3, "scale": 65536.0, "applied": 10},
         {"step": 300, "eval": {"recall@10": 0.1, "loss": 1.0}},

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tiny.runs import stopped_at_each_checkpoint
 from torch.utils._pytree import tree_leaves
 
 from mptrain import compose, files
@@ -100,19 +101,12 @@ LASTING = ("models", "optimizers", "average", "task", "random", "scaler", "steps
 
 
 @pytest.mark.parametrize("recipe", [r if r in QUICK else pytest.param(r, marks=pytest.mark.slow) for r in SMALL])
-def test_interrupted_it_ends_with_the_same_bits(recipe, tmp_path, monkeypatch):
+def test_interrupted_it_ends_with_the_same_bits(recipe, tmp_path):
     """Everything a family draws, carries and averages goes on from a checkpoint in the middle of an epoch."""
     options = {"data": "synthetic", "steps": 4, "batch_size": 4, "log_every": 1, "warmup": 1, "ema": 0.9}
     train(config(recipe, "fp16", tmp_path / "whole", **options))
     cut = config(recipe, "fp16", tmp_path / "cut", **options, checkpoint_every=2)
-    real = checkpoint.save
-
-    def save_and_stop(*args):
-        real(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(checkpoint, "save", save_and_stop)
+    with pytest.raises(KeyboardInterrupt), stopped_at_each_checkpoint():
         train(cut)
     torch.manual_seed(1234)  # a new process knows nothing of the old one's generators
     train(cut)

@@ -5,9 +5,8 @@ from unittest.mock import patch
 
 import pytest
 from tiny.ranks import close, together
-from tiny.runs import last_state, lasting, lines, same_bits, settings, weights
+from tiny.runs import last_state, lasting, lines, same_bits, settings, stopped_at_each_checkpoint, weights
 
-from mptrain.results import checkpoint
 from mptrain.results.record import Record
 from mptrain.train import Run, train
 from mptrain.watch.store import read_part
@@ -43,14 +42,8 @@ def test_resumed_from_every_step_it_has_the_same_bits(tmp_path):
     options = {"steps": 8, "checkpoint_every": 1, "task__dropout": 0.2, "task__norm": True, "count": True, "ema": 0.9}
     train(fp8(tmp_path / "whole", **options))
     config = fp8(tmp_path / "cut", **options)
-    real = checkpoint.save
-
-    def save_and_stop(*args):
-        real(*args)
-        raise KeyboardInterrupt
-
     for _ in range(8):
-        with pytest.raises(KeyboardInterrupt), patch.object(checkpoint, "save", save_and_stop):
+        with pytest.raises(KeyboardInterrupt), stopped_at_each_checkpoint():
             train(config)
     train(config)
     assert same_bits(weights(tmp_path / "cut"), weights(tmp_path / "whole"))

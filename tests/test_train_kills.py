@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import tiny
-from tiny.runs import lasting, same_bits, settings, started, weights
+from tiny.runs import lasting, same_bits, settings, started, stopped_at_each_checkpoint, weights
 
 from mptrain import cli
 from mptrain.results import checkpoint
@@ -147,14 +147,8 @@ def test_resumed_from_every_step(tmp_path, case):
     options = {**options, "steps": 12, "checkpoint_every": 1}
     whole = uninterrupted(tmp_path / "whole", precision, options)
     config = settings("tiny", precision, out=str(tmp_path / "cut"), **options)
-    real = checkpoint.save
-
-    def save_and_stop(*args):
-        real(*args)
-        raise KeyboardInterrupt
-
     for _ in range(12):
-        with pytest.raises(KeyboardInterrupt), patch.object(checkpoint, "save", save_and_stop):
+        with pytest.raises(KeyboardInterrupt), stopped_at_each_checkpoint():
             run(config)
     run(config)  # at 12 of 12: evaluates and writes the summary
     assert_same(tmp_path / "cut", whole)

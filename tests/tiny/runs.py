@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver as forkserver_module
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,19 @@ def settings(recipe: str = "tiny", precision: str = "fp32", **changes: Any) -> c
 @functools.cache
 def composed(recipe: str, precision: str) -> dict[str, Any]:
     return compose.baseline(recipe, precision)
+
+
+@contextmanager
+def stopped_at_each_checkpoint() -> Iterator[None]:
+    """Inside, Ctrl-C arrives as soon as a checkpoint is written."""
+    real = checkpoint.save
+
+    def save_and_stop(*args: Any) -> None:
+        real(*args)
+        raise KeyboardInterrupt
+
+    with patch.object(checkpoint, "save", save_and_stop):
+        yield
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
