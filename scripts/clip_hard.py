@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ from mptrain.errors import UserError
 from mptrain.results import watched
 from mptrain.results.quantities import logged
 from mptrain.results.runs import Run, find_runs
-from mptrain.results.summary import BadSummary, load
+from mptrain.results.summary import BadSummary, load, number_or_none
 from mptrain.watch.alarms import UNDERFLOW
 
 RECIPES = ("clip_hard", "yolo")
@@ -70,7 +69,7 @@ class Hard:
         found = {}
         for line in self.lines:
             step, scores = line.get("step"), line.get("eval")
-            value = number(scores.get("recall@10")) if isinstance(scores, dict) else None
+            value = number_or_none(scores.get("recall@10")) if isinstance(scores, dict) else None
             if isinstance(step, int) and value is not None:
                 found[step] = value
         return found
@@ -79,10 +78,6 @@ class Hard:
         """The last evaluation before the first hard batch."""
         found = [value for step, value in self.recalls().items() if step <= self.first]
         return found[-1] if found else None
-
-
-def number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and math.isfinite(value) else None
 
 
 # From the folders.
@@ -246,7 +241,7 @@ def points(runs: list[Hard]) -> list[dict[str, Any]]:
         series["layers underflowing"] = {step: share for step, (_, share) in one.flushed.items()}
         for line in one.lines:
             for name, key in (("loss", "loss"), ("loss scale", "scale")):
-                value = number(line.get(key))
+                value = number_or_none(line.get(key))
                 meant = name == "loss" or one.run.scale != "none"
                 if meant and isinstance(line.get("step"), int) and value is not None:
                     series[name][line["step"]] = value

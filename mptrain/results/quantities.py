@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mptrain.results.runs import Run
-from mptrain.results.summary import LARGEST_NUMBER, BadSummary, load
+from mptrain.results.summary import BadSummary, load, number_or_none
 from mptrain.results.watched import parts, read
 
 LARGEST_LOG = 200_000_000  # bytes of metrics.jsonl
@@ -50,11 +50,11 @@ def quantity(run: Run, name: str) -> float | None:
     kind, _, rest = name.partition(".")
     try:
         if name == "seconds":
-            return _number(load(os.path.join(run.folder, "summary.json")).get("wall_s"))
+            return number_or_none(load(os.path.join(run.folder, "summary.json")).get("wall_s"))
         if kind == "metrics":
-            return _number(load(os.path.join(run.folder, "summary.json")).get("metrics", {}).get(rest))
+            return number_or_none(load(os.path.join(run.folder, "summary.json")).get("metrics", {}).get(rest))
         if kind == "memory":
-            return _number(load(os.path.join(run.folder, "summary.json")).get("memory", {}).get("weights_mib"))
+            return number_or_none(load(os.path.join(run.folder, "summary.json")).get("memory", {}).get("weights_mib"))
         if kind == "alarms":
             return _raised(load(os.path.join(run.folder, "summary.json")), rest)
         if kind == "counts":
@@ -66,10 +66,6 @@ def quantity(run: Run, name: str) -> float | None:
     return None
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and abs(value) < LARGEST_NUMBER else None
-
-
 def last_step(folder: Path) -> int:
     """The last step that a run logged; 0 if none."""
     steps = [line["step"] for line in logged(folder / "metrics.jsonl") if type(line.get("step")) is int]
@@ -77,7 +73,7 @@ def last_step(folder: Path) -> int:
 
 
 def _training_loss(log: Path) -> float | None:
-    losses = [loss for line in logged(log) if (loss := _number(line.get("loss"))) is not None]
+    losses = [loss for line in logged(log) if (loss := number_or_none(line.get("loss"))) is not None]
     last = losses[-max(1, round(LAST * len(losses))) :]
     return sum(last) / len(last) if last else None
 
@@ -99,7 +95,7 @@ def logged(log: Path) -> list[dict[str, Any]]:
 
 def _counted(table: Any, direction: str, kind: str) -> float | None:
     rows = [row for row in table if isinstance(row, dict) and row.get("direction") == direction]
-    sums = {name: sum(_number(row.get(name)) or 0.0 for row in rows) for name in ("values", "zero", kind)}
+    sums = {name: sum(number_or_none(row.get(name)) or 0.0 for row in rows) for name in ("values", "zero", kind)}
     of = sums["values"] if kind == "zero" else sums["values"] - sums["zero"]
     return sums[kind] / of if of > 0 else None
 

@@ -51,6 +51,11 @@ def _refuse_constant(name: str) -> Any:
     raise BadSummary(f"is not strict JSON: it holds a bare {name}; null is meant")
 
 
+def number_or_none(value: Any) -> float | None:
+    """What a stranger's file gives for a number; None if it is none, not finite, or too large to be squared."""
+    return float(value) if type(value) in (int, float) and abs(value) < LARGEST_NUMBER else None
+
+
 class Fields:
     """Typed access to one JSON object; every complaint names the field by its full path."""
 
@@ -106,9 +111,9 @@ class Fields:
         value = self._get(name, "a number", False)
         if value is None and optional:
             return None
-        if type(value) not in (int, float) or not abs(value) < LARGEST_NUMBER:
+        if (number := number_or_none(value)) is None:
             raise self._wrong(name, "a finite number" + (" or null" if optional else ""), value)
-        return float(value)
+        return number
 
     def moment(self, name: str) -> datetime:
         value = self.text(name)

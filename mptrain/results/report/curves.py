@@ -15,7 +15,7 @@ from mptrain.results.quantities import logged
 from mptrain.results.report import charts
 from mptrain.results.report.figure import Figure, number
 from mptrain.results.row import Group
-from mptrain.results.summary import LARGEST_NUMBER, clean
+from mptrain.results.summary import clean, number_or_none
 
 POINTS = 60  # of one curve; more lines of a log are averaged
 TABLE_LINES = 20
@@ -49,17 +49,13 @@ def read_log(folder: str, seed: str, metric: str) -> Log:
         evaluated = line.get("eval")
         score = {metric: evaluated.get(metric)} if isinstance(evaluated, dict) else {}
         for name, value in {"loss": loss, **parts, **score}.items():
-            if _is_number(value):
-                values[name][step] = float(value)
-        if _is_number(line.get("scale")) and line["scale"] > 0:
-            scale[step] = float(line["scale"])
+            if (given := number_or_none(value)) is not None:
+                values[name][step] = given
+        if (factor := number_or_none(line.get("scale"))) is not None and factor > 0:
+            scale[step] = factor
         if line.get("skipped") is True:
             skipped.append(step)
     return Log(seed, dict(values), scale, skipped, last)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < LARGEST_NUMBER
 
 
 def logs(group: Group) -> dict[str, list[Log]]:

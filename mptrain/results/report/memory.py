@@ -19,7 +19,7 @@ from mptrain.results.report import charts
 from mptrain.results.report.figure import Figure
 from mptrain.results.report.page import Part, embedded, script
 from mptrain.results.row import Group
-from mptrain.results.summary import LARGEST_NUMBER, BadSummary, load
+from mptrain.results.summary import BadSummary, load, number_or_none
 
 KINDS = ("weights", "copies", "gradients", "optimizer", "activations", "buffers", "input")
 MIB = 2**20
@@ -141,4 +141,4 @@ def _kinds(folders: Iterable[str]) -> dict[str, float]:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < LARGEST_NUMBER
+    return (size := number_or_none(value)) is not None and size >= 0
