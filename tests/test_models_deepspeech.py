@@ -122,11 +122,6 @@ def test_row_convolution_weighs_present_and_coming_frames_of_its_own_cell():
     torch.testing.assert_close(y, torch.tensor([[[321.0, 32.0, 3.0], [8.0, 10.0, 12.0]]]))
 
 
-def test_a_clip_without_a_frame_is_refused():
-    with pytest.raises(ValueError, match="no frame"):
-        small()(torch.zeros(2, 5, 20), torch.tensor([5, 0]))
-
-
 def test_even_kernels_are_refused():
     with pytest.raises(ValueError, match="even"):
         small(kernels=((4, 11), (3, 5)))
