@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mptrain.precision.blocks import every
 from mptrain.watch.histogram import Histogram
-from mptrain.watch.statistics import describe, every, measure, read
+from mptrain.watch.statistics import describe, measure, read
+from mptrain.watch.sweep import ordinary_ends
 
 TIE = 2.0**-25
 HAND = [-0.0, 0.0, 1e-9, -1e-9, TIE, -TIE, TIE * (1 + 2.0**-20), 2.0**-24, 3e-5, 2.0**-14, 1.0, -1.5, 65504.0, 65519.0,
@@ -127,6 +129,17 @@ def test_a_sample_of_any_format_has_the_ends_and_the_norm_of_all(dtype, place, v
     assert s.norm == pytest.approx(whole.norm, rel=1e-5)
     seen = describe(every(x, 1000))
     assert (s.zero, s.nan, s.inf, s.below, s.histogram) == (seen.zero, seen.nan, seen.inf, seen.below, seen.histogram)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(width=16), min_size=1, max_size=6), st.sampled_from([torch.float16, torch.bfloat16]))
+def test_the_ends_of_sixteen_bits_are_found_among_their_bits(x, dtype):
+    values = torch.tensor(x).to(dtype)
+    found = ordinary_ends(values)
+    if values.isfinite().all() and (values == 0).all() | (1e-15 < values.abs().max() < 1e15):
+        assert found == (values.min().item(), values.max().item())
+    else:
+        assert found is None
 
 
 def test_layouts():

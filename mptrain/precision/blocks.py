@@ -43,6 +43,13 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.permute(by_stride).reshape(-1)
 
 
+def every(row: Tensor, sample: int | None) -> Tensor:
+    """About `sample` evenly spaced elements; an odd distance, so that even row lengths do not hide columns."""
+    if sample is None or row.numel() <= sample:
+        return row
+    return row[:: row.numel() // sample | 1]
+
+
 def blocks(row: Tensor) -> Iterator[Tensor]:
     """A row of numbers as contiguous blocks of FP32, each valid until the next."""
     for block in (row,) if row.numel() <= BLOCK else row.split(BLOCK):

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mptrain.precision.blocks import flat
+from mptrain.precision.blocks import every, flat
 from mptrain.precision.formats import FLOAT16
 from mptrain.watch.histogram import FLUSHED_BELOW, LOWEST, SUBNORMAL_BELOW, Histogram
-from mptrain.watch.sweep import OVERFLOWS_FROM, Sweep, ordinary_ends, sweep
+from mptrain.watch.sweep import OVERFLOWS_FROM, Sweep, norm, ordinary_ends, sweep
 
 HEAD = ("min", "max", "unit", "norm", "sum", "abs_sum", "apart", "nonzero", "nan", "inf", "tie", "over")
 """The numbers of a row before its 256 bins. Sums are of x / unit; apart: norm of the distances from the mean."""
@@ -133,8 +133,7 @@ def _swept(whole: Tensor, part: Tensor) -> Statistics | None:
         return None if (found := sweep(whole)) is None else _of_sweep(whole.numel(), found)
     if (ends := ordinary_ends(whole)) is None or (found := sweep(part.contiguous())) is None:
         return None
-    norm = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, torch.float32)).item()
-    return replace(_of_sweep(part.numel(), found), count=whole.numel(), min=ends[0], max=ends[1], norm=norm)
+    return replace(_of_sweep(part.numel(), found), count=whole.numel(), min=ends[0], max=ends[1], norm=norm(whole))
 
 
 LANES = 64
@@ -232,10 +231,3 @@ def _of_row(row: Row, values: list[float]) -> Statistics:
         histogram=histogram,
         **magnitudes,
     )
-
-
-def every(row: Tensor, sample: int | None) -> Tensor:
-    """About `sample` evenly spaced elements; an odd distance, so that even row lengths do not hide columns."""
-    if sample is None or row.numel() <= sample:
-        return row
-    return row[:: row.numel() // sample | 1]

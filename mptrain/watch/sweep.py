@@ -83,9 +83,34 @@ def sweep(row: Tensor) -> Sweep | None:
 
 def ordinary_ends(row: Tensor) -> tuple[float, float] | None:
     """Minimum and maximum; None if numbers are not all finite, or the largest is of unusual size."""
-    low, high = (end.item() for end in torch.aminmax(row))
+    if row.dtype in (torch.float16, torch.bfloat16) and row.is_contiguous():
+        low, high = _ends_of_bits(row)
+    else:
+        low, high = (end.item() for end in torch.aminmax(row))
+    if math.isnan(low) or math.isnan(high):
+        return None
     peak = max(-low, high)
     return (low, high) if peak == 0 or ORDINARY[0] < peak < ORDINARY[1] else None
+
+
+def _ends_of_bits(row: Tensor) -> tuple[float, float]:
+    """The same of 16-bit numbers, whose bits are ordered as integers; a NaN is beyond the infinity of its sign.
+
+    Larger than all others are, of numbers without a sign, those with the largest bits; if all have one, with the
+    smallest. The sign's bit is the largest of an unsigned integer.
+    """
+    bits = row.view(torch.int16)
+    least, most = (end.item() for end in torch.aminmax(bits))
+    bottom = int(bits.numpy().view(np.uint16).max()) - (1 << 16) if least < 0 else least
+    low, high = torch.tensor([bottom, most if most >= 0 else least], dtype=torch.int16).view(row.dtype).tolist()
+    return low + 0.0, high + 0.0  # a zero has no sign
+
+
+def norm(row: Tensor) -> float:
+    """Of numbers of ordinary size, without a copy of more than a block."""
+    if row.dtype not in (torch.float16, torch.bfloat16):
+        return torch.linalg.vector_norm(row).item()
+    return math.sqrt(sum(float(blas.sdot(block.numpy(), block.numpy())) for block in blocks(row)))
 
 
 def _pairs(block: Tensor) -> Tensor:
