@@ -84,7 +84,7 @@ class Progress(AbstractContextManager):
             if row["norm"] is not None:
                 whole.value.add(tag=f"{tag}/norm", simple_value=row["norm"])
             if row["flushed"] is not None:
-                share = row["flushed"] / max(1, row["count"] - row["zero"])
+                share = row["flushed"] / max(1, row["sampled"] - row["zero"])
                 whole.value.add(tag=f"{tag}/flushed", simple_value=share)
             if counts := row["exponents"]:
                 exponents = range(row["first_exponent"], row["first_exponent"] + len(counts))

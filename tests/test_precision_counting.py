@@ -41,6 +41,21 @@ def test_bfloat16_by_hand():
     assert found == counts(values=8, zero=1, flushed=1, subnormal=2, overflowed=1, nonfinite=1)
 
 
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_of_a_larger_tensor_pairs_of_a_sample_are_counted(order):
+    before = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0)) * 2.0**-25
+    after = before.half().contiguous(memory_format=order)
+    counter = Counter(sample=100)
+    counter.add("a", "forward", before, after)
+    small = torch.randn(100) * 2.0**-25
+    counter.add("b", "forward", small, small.half())
+    sampled = before.flatten()[:: (4 * 8 * 36) // 100 | 1]  # 105 of 1,152
+    assert counter.totals["a", "forward"].tolist() == count(sampled, sampled.half()).tolist()
+    assert counter.totals["b", "forward"].tolist() == count(small, small.half()).tolist()
+    assert counter.sizes == {("a", "forward"): before.numel(), ("b", "forward"): 100}
+    assert counter.totals["a", "forward"][KINDS.index("flushed")] > 20
+
+
 def test_negative_zero_after_rounding_is_a_flush():
     before = torch.tensor([-1e-9])
     after = before.half()

@@ -247,7 +247,7 @@ def watched_run(folder, rows):
 
 def test_a_watched_run_gives_histograms_without_its_scale_and_losses_by_step(tmp_path):
     gradient = {"sampled": 8, "count": 8, "zero": 1, "first_exponent": -4, "exponents": [3, 4]}
-    products = {"name": "products", "count": 10, "zero": 2, "exponents": []}
+    products = {"name": "products", "count": 10, "sampled": 10, "zero": 2, "exponents": []}
     rows = [row(step, "grad_output", **gradient) for step in (3, 6)]
     rows += [row(3, "grad_input", flushed=4, **products), row(3, "grad_weight", flushed=0, **products)]
     rows += [row(6, "grad_input", flushed=8, **products), row(6, "grad_output", **{**gradient, "scale": 3.0})]

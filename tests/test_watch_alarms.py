@@ -29,6 +29,13 @@ def test_five_percent_of_what_was_not_zero():
     assert found.layers == ("a",) and "1 of 2 layers (50%)" in found.evidence and "5.0%" in found.evidence
 
 
+def test_a_sample_stands_for_the_whole_of_its_tensor():
+    large = {**counted("a", 40), "count": 9000}  # 40 of 800 nonzero, nine times as many in all
+    small = counted("b", 0)
+    assert alarms.flushed_share([large, small]) == pytest.approx(9 * 40 / (9 * 800 + 800))
+    assert rules(row(), large, small)["underflow"].layers == ("a",)
+
+
 def test_advice_reads_the_histogram():
     low = row(kind="grad_weight", name="weight", first=-20, exponents=(5,), scale=128.0)
     high = row(kind="grad_weight", name="weight", first=13, exponents=(5,), scale=128.0)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mptrain.precision.blocks import BLOCK, blocks, flat, how_many, scratch
+from mptrain.precision.blocks import BLOCK, blocks, every, flat, how_many, scratch
 from mptrain.precision.formats import OF_DTYPE
 
 DIRECTIONS = ("input", "weight", "forward", "grad_output", "grad_input", "grad_weight")
@@ -61,10 +61,25 @@ def _on_cpu(before: Tensor, after: Tensor) -> list[int]:
     return [len(before), zero, zero_after - zero, small - zero_after, lost - lost_before, lost_before]
 
 
-class Counter:
-    """Adds up `count` per layer and direction; layers are named by the module that was running."""
+def _sampled(before: Tensor, after: Tensor, sample: int | None) -> tuple[Tensor, Tensor]:
+    """About so many evenly spaced pairs of a larger tensor."""
+    if sample is None or before.numel() <= sample:
+        return before, after
+    if before.stride() != after.stride():  # then their orders in memory differ
+        before, after = before.reshape(-1), after.reshape(-1)
+    return every(flat(before), sample).contiguous(), every(flat(after), sample).contiguous()
 
-    def __init__(self) -> None:
+
+class Counter:
+    """Adds up `count` per layer and direction; layers are named by the module that was running.
+
+    sample: of a larger tensor, look at about so many evenly spaced elements; unset, at all. sizes: the elements of all
+    tensors together.
+    """
+
+    def __init__(self, sample: int | None = None) -> None:
+        self.sample = sample
+        self.sizes: dict[tuple[str, str], int] = defaultdict(int)
         self.totals: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.tensor(0))
         self._running: list[str] = [""]
 
@@ -86,7 +101,9 @@ class Counter:
         return Site(self, self._running[-1])
 
     def add(self, layer: str, direction: str, before: Tensor, after: Tensor) -> None:
-        self.totals[layer, direction] = self.totals[layer, direction] + count(before, after)
+        key = layer, direction
+        self.sizes[key] += before.numel()
+        self.totals[key] = self.totals[key] + count(*_sampled(before, after, self.sample))
 
     def table(self) -> list[dict]:
         """One row per layer and direction: {layer, direction, values, zero, flushed, ...}; waits for the device."""

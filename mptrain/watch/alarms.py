@@ -158,9 +158,9 @@ def gradients(rows: Rows) -> list[dict[str, Any]]:
 
 def flushed_share(rows: Rows) -> float | None:
     """Of all gradients' products that were not zero, the share that rounding made zero; None if none were counted."""
-    counted = products(rows)
-    nonzero = sum(row["count"] - row["zero"] for row in counted)
-    return sum(row["flushed"] for row in counted) / nonzero if nonzero else None
+    counted = [(row, row["count"] / row["sampled"]) for row in products(rows) if row["sampled"]]
+    nonzero = sum((row["sampled"] - row["zero"]) * of for row, of in counted)
+    return sum(row["flushed"] * of for row, of in counted) / nonzero if nonzero else None
 
 
 def underflow(rows: Rows) -> Iterator[Alarm]:
@@ -171,9 +171,9 @@ def underflow(rows: Rows) -> Iterator[Alarm]:
     dead ReLUs and padding have them too.
     """
     share = {
-        (row["layer"], row["kind"]): row["flushed"] / (row["count"] - row["zero"])
+        (row["layer"], row["kind"]): row["flushed"] / (row["sampled"] - row["zero"])
         for row in products(rows)
-        if row["count"] > row["zero"]
+        if row["sampled"] > row["zero"]
     }
     order = {row["layer"]: row["order"] for row in rows if row["kind"] == "output"}
     cut = [

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 from torch.optim import Optimizer
 
-from mptrain.precision.blocks import flat
+from mptrain.precision.blocks import every, flat
 from mptrain.watch.modules import tensors
 from mptrain.watch.products import Products
-from mptrain.watch.statistics import Row, Statistics, every, measure, read
+from mptrain.watch.statistics import Row, Statistics, measure, read
 
 if TYPE_CHECKING:
     from mptrain.watch.hook import Watch
@@ -36,7 +36,7 @@ class Collection:
         self.closed: set[nn.Parameter] = set()
         self.before: dict[nn.Parameter, Tensor] = {}
         self.full: dict[nn.Parameter, Tensor] = {}
-        self.products = Products(watch.models, watch.arithmetic)
+        self.products = Products(watch.models, watch.arithmetic, watch.sample)
         self.muted = False
         self.known: dict[int, tuple[weakref.ref[Tensor], int, Row | Statistics]] = {}
         self.parameters = _parameters(watch)

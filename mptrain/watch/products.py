@@ -1,4 +1,5 @@
-"""What rounding does to the products of a step that is looked at: exact where 16-bit arithmetic is emulated.
+"""What rounding does to the products of a step that is looked at: exact where 16-bit arithmetic is emulated, of a
+sample of large tensors as everywhere in Watch. A run that counts its products anyhow has all of them looked at.
 
 Native kernels show only what is left after rounding, and a zero does not tell whether it was one before. There the
 batch runs once more, ahead of its step, through FP32 kernels on the same 16-bit operands: a shadow, which counts what
@@ -23,12 +24,13 @@ def are_native(arithmetic: Any) -> bool:
 
 
 class Products:
-    """The counts of one step."""
+    """The counts of one step; of a tensor larger than `sample` so many of its elements are looked at."""
 
-    def __init__(self, models: Mapping[str, nn.Module], arithmetic: Any):
-        self.models, self.arithmetic = models, arithmetic
+    def __init__(self, models: Mapping[str, nn.Module], arithmetic: Any, sample: int | None):
+        self.models, self.arithmetic, self.sample = models, arithmetic, sample
         self.counter: Counter | None = None
         self.before: dict[tuple[str, str], Tensor] = {}
+        self.sizes: dict[tuple[str, str], int] = {}
 
     def follow(self) -> list[Any]:
         """Lets the emulation count for this step, unless it counts anyhow; returns what to remove when it ends."""
@@ -37,16 +39,16 @@ class Products:
             return []
         handles: list[Any] = []
         if arithmetic.counter is None:
-            arithmetic.counter = Counter()
+            arithmetic.counter = Counter(self.sample)
             handles.append(Undo(lambda: setattr(arithmetic, "counter", None)))
             handles += arithmetic.counter.watch(self.models.items())
         self.counter = arithmetic.counter
-        self.before = dict(self.counter.totals)
+        self.before, self.sizes = dict(self.counter.totals), dict(self.counter.sizes)
         return handles
 
     def shadow(self, run: Callable[[Any], Any]) -> None:
         """Counts a run of the coming batch, forward and backward, in the region that it is given."""
-        self.counter = Counter()
+        self.counter = Counter(self.sample)
         handles = self.counter.watch(self.models.items())
         try:
             with unseen(self.models.values()):
@@ -62,7 +64,8 @@ class Products:
         keys = sorted(self.counter.totals, key=lambda key: (order.get(key[0], -1), DIRECTIONS.index(key[1])))
         changes = [self.counter.totals[key] - self.before.get(key, 0) for key in keys]
         rows = []
-        for (layer, direction), values in zip(keys, torch.stack(changes).tolist() if changes else [], strict=True):
+        for key, values in zip(keys, torch.stack(changes).tolist() if changes else [], strict=True):
+            layer, direction = key
             counts = dict(zip(KINDS, values, strict=True))
             if not counts["values"] or layer not in order:
                 continue
@@ -78,7 +81,7 @@ class Products:
                     "dtype": OPERANDS.get(direction, self.arithmetic.compute),
                     "calls": 1,
                     "scale": scale,
-                    "count": counts["values"],
+                    "count": self.counter.sizes[key] - self.sizes.get(key, 0),
                     "sampled": counts["values"],
                     "zero": counts["zero"],
                     "inf": counts["overflowed"],

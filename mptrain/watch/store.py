@@ -10,7 +10,8 @@ A folder of parts, each named by the last step in it, which pandas, pyarrow and 
     dtype       as the tensor is kept; `calls`: how many tensors were taken together
     scale       the loss scale that gradients carried
     count, sampled, norm, min, max, mean, abs_mean, std, zero, nan, inf, subnormal, below, above
-                see Statistics: magnitudes are without the loss scale, counts are of the tensor as it was
+                see Statistics: magnitudes are without the loss scale, counts are of the tensor as it was; of products
+                too, `sampled` of `count` were looked at
     flushed     of products: nonzero before rounding and zero after; null where this cannot be known
     lost        of weights kept in 16 bits: how many did not move although their gradient was not zero; null elsewhere
     small_updates

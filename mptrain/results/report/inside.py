@@ -149,7 +149,7 @@ def watched(name: str, lines: Iterable[dict[str, Any]]) -> tuple[Gradients, Loss
     """Gradients and losses of one watched run; raises BadSummary for rows that no Watch writes."""
     found: dict[tuple[str, str], Histogram] = {}
     order: dict[str, int] = {}
-    counted: dict[tuple[str, int], tuple[int, int]] = {}
+    counted: dict[tuple[str, int], tuple[float, float]] = {}
     zeros: dict[tuple[str, int], tuple[int, int]] = {}
     odd, formats = 0, set()
     try:
@@ -160,7 +160,11 @@ def watched(name: str, lines: Iterable[dict[str, Any]]) -> tuple[Gradients, Loss
             order.setdefault(layer, len(order) if row["order"] is None else int(row["order"]))
             if row["flushed"] is not None:
                 lost, nonzero = counted.get(at, (0, 0))
-                counted[at] = lost + int(row["flushed"]), nonzero + int(row["count"]) - int(row["zero"])
+                of = int(row["count"]) / max(1, int(row["sampled"]))  # a sample stands for a large tensor
+                counted[at] = (
+                    lost + int(row["flushed"]) * of,
+                    nonzero + (int(row["sampled"]) - int(row["zero"])) * of,
+                )
             elif row["name"] != "products":
                 if row["kind"] == "grad_output":
                     zero, sampled = zeros.get(at, (0, 0))
