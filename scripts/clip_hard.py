@@ -113,10 +113,10 @@ def hard(run: Run) -> Hard:
 
 def flushed(folder: Path) -> dict[int, tuple[float, float]]:
     """What `Hard.flushed` is, from watch.parquet; a part that cannot be read is one gap."""
-    of: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
+    of: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
     for part in watched.parts(folder / "watch.parquet"):
         try:
-            rows = watched.read(part, ("step", "layer", "kind", "name", "count", "zero", "flushed"))
+            rows = watched.read(part, ("step", "layer", "kind", "name", "count", "sampled", "zero", "flushed"))
         except (OSError, BadSummary):
             continue
         for row in rows:
@@ -126,8 +126,9 @@ def flushed(folder: Path) -> dict[int, tuple[float, float]]:
                 and row["flushed"] is not None
             ):
                 counts = of[row["step"]][row["layer"]]
-                counts[0] += row["flushed"]
-                counts[1] += row["count"] - row["zero"]
+                whole = row["count"] / max(1, row["sampled"])  # a sample stands for a large tensor
+                counts[0] += row["flushed"] * whole
+                counts[1] += (row["sampled"] - row["zero"]) * whole
     found = {}
     for step, layers in sorted(of.items()):
         shares = [lost / whole for lost, whole in layers.values() if whole]

@@ -64,7 +64,7 @@ def record(
 
 def products(step, layer, lost, nonzero, kind="grad_weight"):
     return {"step": step, "layer": layer, "kind": kind, "name": "products", "dtype": "float16", "count": nonzero + 5,
-            "zero": 5, "flushed": lost, "exponents": []}  # fmt: skip
+            "sampled": nonzero + 5, "zero": 5, "flushed": lost, "exponents": []}  # fmt: skip
 
 
 WATCHED = {

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from mptrain.precision.blocks import every, flat
 from mptrain.watch.modules import tensors
 from mptrain.watch.products import Products
-from mptrain.watch.statistics import Row, Statistics, measure, read
+from mptrain.watch.statistics import Measured, Statistics, measure, read
 
 if TYPE_CHECKING:
     from mptrain.watch.hook import Watch
@@ -29,7 +29,7 @@ class Collection:
 
     def __init__(self, watch: Watch):
         self.watch = watch
-        self.measured: dict[tuple[str, str, str], list[Row | Statistics]] = {}
+        self.measured: dict[tuple[str, str, str], list[Measured]] = {}
         self.dtypes: dict[tuple[str, str, str], torch.dtype] = {}
         self.order: dict[str, int] = {}
         self.scale: Tensor | float | None = None
@@ -38,7 +38,7 @@ class Collection:
         self.full: dict[nn.Parameter, Tensor] = {}
         self.products = Products(watch.models, watch.arithmetic, watch.sample)
         self.muted = False
-        self.known: dict[int, tuple[weakref.ref[Tensor], int, Row | Statistics]] = {}
+        self.known: dict[int, tuple[weakref.ref[Tensor], int, Measured]] = {}
         self.parameters = _parameters(watch)
         self.handles: list[Any] = [
             every_module.register_module_forward_pre_hook(_weak(self._enters)),
@@ -75,7 +75,7 @@ class Collection:
             self.measured.setdefault(key, []).append(row)
         self.dtypes[key] = tensor.dtype
 
-    def _measured(self, tensor: Tensor) -> Row | Statistics:
+    def _measured(self, tensor: Tensor) -> Measured:
         """What one layer hands on and another takes, unchanged, is measured once."""
         known = self.known.get(id(tensor))
         version = 0 if tensor.is_inference() else tensor._version

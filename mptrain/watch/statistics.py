@@ -22,6 +22,7 @@ from mptrain.precision.blocks import every, flat
 from mptrain.precision.formats import FLOAT16
 from mptrain.watch.histogram import FLUSHED_BELOW, LOWEST, SUBNORMAL_BELOW, Histogram
 from mptrain.watch.sweep import OVERFLOWS_FROM, Sweep, norm, ordinary_ends, sweep
+from mptrain.watch.together import LARGEST, sweeps
 
 HEAD = ("min", "max", "unit", "norm", "sum", "abs_sum", "apart", "nonzero", "nan", "inf", "tie", "over")
 """The numbers of a row before its 256 bins. Sums are of x / unit; apart: norm of the distances from the mean."""
@@ -34,6 +35,19 @@ class Row:
     count: int
     sampled: int
     values: Tensor
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A small tensor on a CPU, or the sample of a large one, as it was: measured when it is read.
+
+    count: elements of the tensor. ends, norm: of all of them, where this is a sample.
+    """
+
+    count: int
+    part: Tensor
+    ends: tuple[float, float] | None = None
+    norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,14 +115,17 @@ class Statistics:
         )
 
 
+Measured = Row | Kept | Statistics
+
+
 def describe(tensor: Tensor, scale: float = 1.0, sample: int | None = None) -> Statistics:
     """Statistics of one tensor of floating point numbers, which carries a loss scale; waits for the device."""
     return read([measure(tensor, sample)])[0].unscaled(scale)
 
 
 @torch.no_grad()
-def measure(tensor: Tensor, sample: int | None = None) -> Row | Statistics:
-    """The numbers behind `Statistics`, on the tensor's device, without waiting for it; on a CPU all is done at once.
+def measure(tensor: Tensor, sample: int | None = None) -> Measured:
+    """The numbers behind `Statistics`, on the tensor's device, without waiting for it; a CPU keeps small tensors.
 
     sample: of a larger tensor, look at about so many evenly spaced elements for counts, histogram and means; minimum,
     maximum and norm are always of all. Unset, all is exact. Numbers wider than FP32 are looked at as FP32.
@@ -119,21 +136,34 @@ def measure(tensor: Tensor, sample: int | None = None) -> Row | Statistics:
         count = whole.numel()
         if not count:
             return Statistics()
-        if whole.device.type == "cpu" and (swept := _swept(whole, part)) is not None:
-            return swept
-        part = part.float().contiguous()
-        floats, counts = _with_care(whole.float(), part)
-        values = [torch.stack([f.float() for f in floats]), torch.stack(counts), _bins(part)]
-        return Row(count, part.numel(), torch.cat([v.double() for v in values]))
+        if whole.device.type == "cpu" and (found := _on_cpu(whole, part)) is not None:
+            return found
+        return _row(whole, part)
 
 
-def _swept(whole: Tensor, part: Tensor) -> Statistics | None:
-    """On a CPU, in one walk through the part; None for numbers that need more care."""
-    if part is whole:
-        return None if (found := sweep(whole)) is None else _of_sweep(whole.numel(), found)
-    if (ends := ordinary_ends(whole)) is None or (found := sweep(part.contiguous())) is None:
+def _row(whole: Tensor, part: Tensor) -> Row:
+    part = part.float().contiguous()
+    floats, counts = _with_care(whole.float(), part)
+    values = [torch.stack([f.float() for f in floats]), torch.stack(counts), _bins(part)]
+    return Row(whole.numel(), part.numel(), torch.cat([v.double() for v in values]))
+
+
+def _on_cpu(whole: Tensor, part: Tensor) -> Kept | Statistics | None:
+    """None for numbers that need more care."""
+    ends = None
+    if part is not whole and (ends := ordinary_ends(whole)) is None:
         return None
-    return replace(_of_sweep(part.numel(), found), count=whole.numel(), min=ends[0], max=ends[1], norm=norm(whole))
+    if part.numel() <= LARGEST and part.dtype != torch.float64:
+        kept = torch.empty(part.numel(), dtype=torch.float32).copy_(part)
+        return Kept(whole.numel(), kept) if ends is None else Kept(whole.numel(), kept, ends, norm(whole))
+    if (found := sweep(part.contiguous())) is None:
+        return None
+    statistics = _of_sweep(part.numel(), found)
+    return statistics if ends is None else _of_all(statistics, whole.numel(), ends, norm(whole))
+
+
+def _of_all(sampled: Statistics, count: int, ends: tuple[float, float], norm: float) -> Statistics:
+    return replace(sampled, count=count, min=ends[0], max=ends[1], norm=norm)
 
 
 LANES = 64
@@ -172,14 +202,25 @@ def _with_care(whole: Tensor, part: Tensor) -> tuple[list[Tensor], list[Tensor]]
     )
 
 
-def read(rows: Sequence[Row | Statistics]) -> list[Statistics]:
-    """Brings rows to the host, all of one device at once."""
+def read(rows: Sequence[Measured]) -> list[Statistics]:
+    """Measures what was kept, and brings rows to the host, all of one device at once."""
+    swept = iter(sweeps([row.part for row in rows if isinstance(row, Kept)]))
+    here = [_of_kept(row, next(swept)) if isinstance(row, Kept) else row for row in rows]
     found: dict[int, list[float]] = {}
-    away = {i: row for i, row in enumerate(rows) if isinstance(row, Row)}
+    away = {i: row for i, row in enumerate(here) if isinstance(row, Row)}
     for device in {row.values.device for row in away.values()}:
-        here = {i: row.values for i, row in away.items() if row.values.device == device}
-        found |= zip(here, torch.stack(list(here.values())).tolist(), strict=True)
-    return [row if isinstance(row, Statistics) else _of_row(row, found[i]) for i, row in enumerate(rows)]
+        there = {i: row.values for i, row in away.items() if row.values.device == device}
+        found |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
+    return [row if isinstance(row, Statistics) else _of_row(row, found[i]) for i, row in enumerate(here)]
+
+
+def _of_kept(row: Kept, found: Sweep | None) -> Statistics:
+    if found is not None:
+        part = _of_sweep(row.part.numel(), found)
+    else:
+        careful = _row(row.part, row.part)
+        part = _of_row(careful, careful.values.tolist())
+    return part if row.ends is None else _of_all(part, row.count, row.ends, row.norm)
 
 
 def _of_sweep(count: int, found: Sweep) -> Statistics:
