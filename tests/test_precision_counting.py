@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mptrain.errors import UserError
+from mptrain.precision.blocks import runs
 from mptrain.precision.counting import KINDS, Counter, count
 from mptrain.precision.modes import Precision
 
@@ -49,11 +50,14 @@ def test_of_a_larger_tensor_pairs_of_a_sample_are_counted(order):
     counter.add("a", "forward", before, after)
     small = torch.randn(100) * 2.0**-25
     counter.add("b", "forward", small, small.half())
-    sampled = before.flatten()[:: (4 * 8 * 36) // 100 | 1]  # 105 of 1,152
+    # 100 are six runs of 16, of 1,152 elements; with an odd distance of 193 five fit in
+    sampled = torch.cat([before.flatten()[start : start + 16] for start in range(0, 5 * 193, 193)])
     assert counter.totals["a", "forward"].tolist() == count(sampled, sampled.half()).tolist()
     assert counter.totals["b", "forward"].tolist() == count(small, small.half()).tolist()
     assert counter.sizes == {("a", "forward"): before.numel(), ("b", "forward"): 100}
     assert counter.totals["a", "forward"][KINDS.index("flushed")] > 20
+    for few in (1, 15, 17):
+        assert 0 < len(runs(before.flatten(), few)) <= 16
 
 
 def test_negative_zero_after_rounding_is_a_flush():

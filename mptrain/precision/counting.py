@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mptrain.precision.blocks import BLOCK, blocks, every, flat, how_many, scratch
+from mptrain.precision.blocks import BLOCK, blocks, flat, how_many, runs, scratch
 from mptrain.precision.formats import OF_DTYPE
 
 DIRECTIONS = ("input", "weight", "forward", "grad_output", "grad_input", "grad_weight")
@@ -62,18 +62,18 @@ def _on_cpu(before: Tensor, after: Tensor) -> list[int]:
 
 
 def _sampled(before: Tensor, after: Tensor, sample: int | None) -> tuple[Tensor, Tensor]:
-    """About so many evenly spaced pairs of a larger tensor."""
+    """About so many pairs of a larger tensor."""
     if sample is None or before.numel() <= sample:
         return before, after
     if before.stride() != after.stride():  # then their orders in memory differ
         before, after = before.reshape(-1), after.reshape(-1)
-    return every(flat(before), sample).contiguous(), every(flat(after), sample).contiguous()
+    return runs(flat(before), sample), runs(flat(after), sample)
 
 
 class Counter:
     """Adds up `count` per layer and direction; layers are named by the module that was running.
 
-    sample: of a larger tensor, look at about so many evenly spaced elements; unset, at all. sizes: the elements of all
+    sample: of a larger tensor, look at about so many elements; unset, at all. sizes: the elements of all
     tensors together.
     """
 
