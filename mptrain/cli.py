@@ -172,8 +172,10 @@ def _one_run(composed: Any) -> None:
 
     values: Any = OmegaConf.to_container(composed, resolve=True)
     config = compose.typed(values)
+    from mptrain import process
     from mptrain.train import train
 
+    process.keep_freed_memory()
     train(config)
 
 

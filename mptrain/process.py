@@ -1,7 +1,8 @@
-"""What belongs to the whole process, and is put back: random generators, threads, signals."""
+"""What belongs to the whole process: random generators, threads and signals, which are put back, and its memory."""
 
 from __future__ import annotations
 
+import ctypes
 import random
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""of mallopt(3)"""
 
 
 class Stopped(KeyboardInterrupt):
@@ -79,6 +83,20 @@ def threads(number: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def keep_freed_memory() -> None:
+    """From here on this process keeps what a step frees for the next one. glibc only; elsewhere nothing changes.
+
+    By default glibc returns it to the kernel, which clears it page by page when the next step asks: a tenth of the time
+    of a ResNet's step on a CPU. The most that is in use at once stays the same.
+    """
+    try:
+        tune = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return
+    tune(M_MMAP_THRESHOLD, 2**25)  # bytes, the most glibc takes; larger blocks still go back
+    tune(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 @contextmanager
