@@ -96,6 +96,8 @@ def _run(argv: list[str]) -> int:
     if argv[0] == "train":
         argv = argv[1:]
     elif not argv[0].startswith(("-", "~")) and "=" not in argv[0]:
+        if (recipe := argv[0].lstrip("+")) in files.names("recipe"):
+            raise UserError(f"'{argv[0]}' is a recipe; to train it type mptrain +recipe={recipe}")
         raise UserError(f"'{argv[0]}' is neither a verb nor key=value; {files.suggest(argv[0], ['train', *VERBS])}")
     return _train(argv)
 

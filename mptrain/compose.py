@@ -29,11 +29,7 @@ def config(argv: Sequence[str]) -> Config:
         if text.startswith("-"):
             raise UserError(f"{text} is not an option here; give +recipe=NAME and KEY=VALUE")
     checked(argv)
-    _, changes, groups = _parse(argv)
-    sweeps = [text for text in argv if text.lstrip("+").split("=")[0] in groups and "," in text]
-    sweeps += [change.input_line for change in changes if change.is_sweep_override()]
-    if sweeps:
-        raise UserError(f"{sweeps[0].lstrip('+')} is a sweep; give one value")
+    _, changes, groups = _parse(argv, several=False)
     before = baseline(groups["recipe"][-1], groups.get("precision", ["fp32"])[-1])
     chosen = [(change, _unquote(next(iter(_values(change, [])), None))) for change in changes]
     return typed(_changed(before, chosen), before)
@@ -74,9 +70,13 @@ def checked(argv: list[str]) -> list[str]:
     if arguments.hydra_help or arguments.shell_completion or arguments.config_dir or arguments.config_path:
         return ordered
     setup_globals()
-    complaints, changes, groups = _parse(arguments.overrides)
+    several = arguments.multirun or any(text.startswith("hydra.mode=") for text in arguments.overrides)
+    complaints, changes, groups = _parse(arguments.overrides, several)
     known = {kind: files.names(kind) for kind in ("recipe", "precision")}
     for kind, chosen in groups.items():
+        given = [text for text in arguments.overrides if text.lstrip("+").startswith(f"{kind}=")]
+        if len(given) > 1:
+            complaints.append(f"{kind} is given {len(given)} times ({', '.join(given)}); give it once")
         complaints += [
             f"{kind}={name} is unknown; {files.suggest(name, known[kind])}"
             for name in chosen
@@ -98,7 +98,7 @@ def _refuse(message: str) -> NoReturn:
     raise UserError(f"{message}; see mptrain --help")
 
 
-def _parse(overrides: list[str]) -> tuple[list[str], list[Any], dict[str, list[str]]]:
+def _parse(overrides: list[str], several: bool) -> tuple[list[str], list[Any], dict[str, list[str]]]:
     """Sorts overrides into complaints, changes of values, and choices of groups (with all values of a sweep)."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -116,6 +116,11 @@ def _parse(overrides: list[str]) -> tuple[list[str], list[Any], dict[str, list[s
             )
             continue
         key = override.key_or_group
+        if override.is_sweep_override() and not several:
+            complaints.append(
+                f"{text} is a sweep; give one value, or each a run of its own by mptrain -m; "
+                f"a comma in a name takes two pairs of quotes: '{key}=\"a,b\"'"
+            )
         if key.split(".")[0].split("/")[0] == "hydra":
             continue
         if key in ("recipe", "precision") and not override.is_delete():
@@ -146,8 +151,12 @@ def _complaints(recipe: str | None, precision: str, changes: list[Any]) -> list[
         before = baseline(recipe, precision)
     except (UserError, OmegaConfBaseException) as error:
         return [f"recipe={recipe} with precision={precision}: {readable(error)}"]
-    complaints = [found for change in changes if (found := _about_key(change, before)) is not None]
-    settable = [change for change in changes if _about_key(change, before) is None]
+    names = _names(changes, before)
+    about = [(change, _about_key(change, before, names)) for change in changes]
+    complaints = [complaint for _, complaint in about if complaint is not None]
+    settable = [change for change, complaint in about if complaint is None]
+    complaints += [f"{c.input_line} names no value at all" for c in settable if _is_empty(c)]
+    settable = [change for change in settable if not _is_empty(change)]
     values = [[(change, _unquote(value)) for value in _values(change, [])] or [(change, None)] for change in settable]
     for chosen in itertools.islice(itertools.product(*values), 200):
         try:
@@ -157,6 +166,20 @@ def _complaints(recipe: str | None, precision: str, changes: list[Any]) -> list[
         except OmegaConfBaseException as error:
             complaints.append(readable(error))
     return complaints
+
+
+def _is_empty(override: Any) -> bool:
+    return bool(override.is_sweep_override()) and not _values(override, [])
+
+
+def _names(changes: list[Any], baseline: Mapping[str, Any]) -> dict[str, set[str]]:
+    """What optimizer and schedule are called, as the recipe has it and as the command line does."""
+    found = {section: {str(baseline[section].get("name"))} for section in ("optimizer", "schedule")}
+    for section, names in found.items():
+        for change in changes:
+            if change.key_or_group == f"{section}.name":
+                names.update(str(_unquote(value)) for value in _values(change, []))
+    return found
 
 
 def _changed(baseline: dict[str, Any], chosen: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
@@ -186,8 +209,8 @@ def _unquote(value: Any) -> Any:
     return value.text if type(value).__name__ == "QuotedString" else value
 
 
-def _about_key(override: Any, baseline: dict[str, Any]) -> str | None:
-    """What is wrong with the key of an override, or None."""
+def _about_key(override: Any, baseline: dict[str, Any], names: Mapping[str, set[str]]) -> str | None:
+    """What is wrong with the key of an override, or None; `names`: of optimizers and schedules."""
     key = override.key_or_group
     section, *rest = key.split(".")
     at: Any = baseline
@@ -201,7 +224,7 @@ def _about_key(override: Any, baseline: dict[str, Any]) -> str | None:
             if override.is_add() or not baseline["recipe"]:
                 return None
             options = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}.get(section, {})
-            if part in options.get(baseline[section].get("name"), {}):
+            if any(part in options.get(name, {}) for name in names.get(section, ())):
                 return f"{key} is not set by recipe={baseline['recipe']}; add it with a plus sign: +{key}=..."
         near = files.suggest(key, sorted(_keys(baseline))).partition("there are")[0]
         show = f"mptrain +recipe={baseline['recipe'] or 'NAME'} --cfg job"

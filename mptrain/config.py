@@ -208,6 +208,7 @@ class Config(_Model):
         return Path(self.results).expanduser().absolute() / name
 
 
+SMALLEST_SCALE = 2.0**-126
 MOVING = ("dynamic", "layerwise")
 """Scales that move, as `scaling` says."""
 COSMETIC = {
@@ -247,9 +248,11 @@ def check(values: Mapping[str, Any], baseline: Mapping[str, Any] | None = None) 
         config = Config.model_validate(values)
     except ValidationError as error:
         complaints += _joined(_sentence(e) for e in error.errors() if e["loc"][0] != "scale")
-    precision, scaling = ({} if not isinstance(values.get(k), dict) else values[k] for k in ("precision", "scaling"))
+    precision, scaling, layerwise = (
+        values[k] if isinstance(values.get(k), dict) else {} for k in ("precision", "scaling", "layerwise")
+    )
     complaints += modes.complaints_about(precision)
-    complaints += _about_scale(values.get("scale"), precision, scaling)
+    complaints += _about_scale(values.get("scale"), precision, scaling, layerwise)
     complaints += _about_shards(values, precision)
     for section in ("task", "optimizer", "schedule"):
         before, now = (baseline or {}).get(section) or {}, values.get(section)
@@ -259,27 +262,39 @@ def check(values: Mapping[str, Any], baseline: Mapping[str, Any] | None = None) 
     return config
 
 
-def _about_scale(scale: Any, precision: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+def _about_scale(
+    scale: Any, precision: dict[str, Any], settings: dict[str, Any], layerwise: dict[str, Any]
+) -> list[str]:
     effective = precision.get("scale", "none") if scale is None else scale
     found = []
-    known = scale in ("none", *MOVING) if isinstance(scale, str) else isinstance(scale, (int, float, type(None)))
-    if isinstance(scale, bool) or not known:
-        found.append(f"scale={scale}: give a positive number (static), dynamic, layerwise or none")
-    elif isinstance(scale, (int, float)) and not 2.0**-126 <= scale <= 2.0**126:
-        found.append(
-            f"scale={scale}: give a positive number (static; a power of two is exact), dynamic, layerwise or none"
-        )
-    elif effective not in MOVING:
-        default = ScalingConfig()
-        for key, value in settings.items():
-            if value != getattr(default, key, value):
-                found.append(f"scaling.{key}={value} has no effect with scale={effective}; set scale=dynamic")
+    for name, value in (("scale", scale), ("precision.scale", precision.get("scale", "none"))):
+        known = value in ("none", *MOVING) if isinstance(value, str) else isinstance(value, (int, float, type(None)))
+        if isinstance(value, bool) or not known:
+            found.append(f"{name}={value}: give a positive number (static), dynamic, layerwise or none")
+        elif isinstance(value, (int, float)) and not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
+            found.append(
+                f"{name}={value}: give a positive number (static; a power of two is exact), dynamic, layerwise or none"
+            )
+    if not found:
+        found += _without_effect("scaling", settings, effective, MOVING)
+        found += _without_effect("layerwise", layerwise, effective, ("layerwise",))
+    for key in ("init", "ceiling"):
+        value = settings.get(key)
+        if isinstance(value, (int, float)) and value > 0 and not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
+            found.append(f"scaling.{key}={value}: give a scale that FP32 holds with its inverse, 2^-126 to 2^126")
     low, high, init = settings.get("floor"), settings.get("ceiling"), settings.get("init")
     if all(isinstance(v, (int, float)) for v in (low, high)) and low > high:  # type: ignore[operator]
         found.append(f"scaling.floor={low} is above scaling.ceiling={high}")
     if isinstance(init, (int, float)) and isinstance(high, (int, float)) and init > high:
         found.append(f"scaling.init={init} is above scaling.ceiling={high}")
     return found
+
+
+def _without_effect(section: str, settings: dict[str, Any], scale: Any, moving: tuple[str, ...]) -> list[str]:
+    """Settings of another kind of scale than this one."""
+    default = {"scaling": ScalingConfig, "layerwise": LayerwiseConfig}[section]()
+    changed = {k: v for k, v in settings.items() if v != getattr(default, k, v)} if scale not in moving else {}
+    return [f"{section}.{k}={v} has no effect with scale={scale}; set scale={moving[0]}" for k, v in changed.items()]
 
 
 def _about_shards(values: Mapping[str, Any], precision: dict[str, Any]) -> list[str]:
@@ -321,12 +336,14 @@ def _about_options(section: str, options: Mapping[str, Any], baseline: Mapping[s
             continue
         elif not _same_type(value, default):
             found.append(f"{name}={value}: give {_kind(default)}, as {default} is")
+        elif isinstance(default, list) and default and len(value) != len(default):
+            found.append(f"{name}={value}: give {len(default)} numbers, as {default} is")
         elif isinstance(default, (int, float)) and numbers and numbers[0] < 0 <= default:
             found.append(f"{name}={value}: give a number that is not negative")
     if section == "schedule" and options.get("every") == 0:
         found.append("schedule.every=0: give a number of steps, 1 or more")
     milestones = options.get("milestones", []) if section == "schedule" else []
-    if isinstance(milestones, list) and not all(type(step) is int for step in milestones):
+    if isinstance(milestones, list) and not all(type(step) is int and step > 0 for step in milestones):
         found.append(f"schedule.milestones={milestones}: give steps, as [1000,2000] is")
     return found
 

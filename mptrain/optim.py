@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from mptrain.errors import UserError
 from mptrain.files import suggest
+from mptrain.options import OPTIMIZERS as DEFAULTS
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -34,11 +34,8 @@ def optimizer(name: str, parameters: list[nn.Parameter], lr: float, **options: A
     parameters (Adam's 1e-8 in FP16 divides zero gradients by zero).
     """
     kind = OPTIMIZERS[name]
-    known = [
-        p for p in inspect.signature(kind).parameters if p not in ("params", "lr", "foreach", "fused", "capturable")
-    ]
     for key in options:
-        if key not in known:
+        if key not in (known := list(DEFAULTS[name])):
             raise UserError(f"optimizer.{key} is not an option of {name}; {suggest(key, known)}")
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:

@@ -6,18 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False,
-            "fused": False},
+    "sgd": {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False},
     "adam": {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
-             "decoupled_weight_decay": False, "fused": False},
-    "adamw": {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False,
-              "fused": False},
+             "decoupled_weight_decay": False},
+    "adamw": {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False, "maximize": False},
     "adagrad": {"lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10,
-                "maximize": False, "fused": False},
+                "maximize": False},
     "rmsprop": {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False,
                 "maximize": False},
 }  # fmt: skip
-"""Names and defaults are those of torch.optim; `foreach`, which changes nothing but speed, is not theirs to set."""
+"""Names and defaults are those of torch.optim; `foreach` and `fused`, which change speed alone, are left to it."""
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "constant": {},

@@ -39,7 +39,7 @@ def train(config: Config) -> dict[str, Any]:
         before = ranks.first(lambda: _opened(record, config, held))
         if before is not None and before["status"] != "failed":
             if ranks.leads:
-                print(f"already {before['status']}, nothing to do: {record.folder}")
+                print(f"already {before['status']}, nothing to do: {record.folder}{_unwatched(config, record)}")
             return before
         try:
             with _switches(config), parallel.minding(ranks):
@@ -83,6 +83,12 @@ def _switches(config: Config) -> Iterator[None]:
     native_tf32 = numbers.compute == "tf32" and numbers.backend(device.type) == "native"
     with hardware.tf32(native_tf32), process.threads(config.threads):
         yield
+
+
+def _unwatched(config: Config, record: Record) -> str:
+    if not config.watch.enabled or (record.folder / "watch.parquet").exists():
+        return ""
+    return "\nwatch=true was not asked for then; to look inside, give the run another folder: out=FOLDER"
 
 
 def _opened(record: Record, config: Config, held: ExitStack) -> dict[str, Any] | None:

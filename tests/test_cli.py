@@ -65,7 +65,12 @@ BAD = {
     "+recipe=tiny precision=fp61": "precision=fp61 is unknown; did you mean fp16",
     "+recipe=tiny precison=fp16": "precison is unknown; did you mean precision or precision.name? "
     "all keys: mptrain +recipe=tiny --cfg job",
-    "+recipe=tiny +recipe=tiny_paper": "Multiple values for recipe",
+    "+recipe=tiny +recipe=tiny_paper": "recipe is given 2 times (+recipe=tiny, +recipe=tiny_paper); give it once",
+    "+recipe=tiny precision=fp16 precision=bf16": "precision is given 2 times",
+    "+recipe=tiny,tiny_paper": "+recipe=tiny,tiny_paper is a sweep; give one value, or each a run of its own",
+    "+recipe=tiny seed=range(3)": "seed=range(3) is a sweep; give one value",
+    "-m +recipe=tiny seed=range(0)": "seed=range(0) names no value at all",
+    "+tiny": "'+tiny' is a recipe; to train it type mptrain +recipe=tiny",
     "steps=3": "no recipe is named; write +recipe=NAME, there are tiny, tiny_paper",
     "trian +recipe=tiny": "'trian' is neither a verb nor key=value; did you mean train? there are train, ",
     "+recipe=tiny train": "'train' cannot be read as key=value",
@@ -87,6 +92,17 @@ BAD = {
     "+recipe=tiny optimizer.momentm=0.5": "optimizer.momentm is unknown; did you mean optimizer.momentum",
     "+recipe=tiny +optimizer.momentm=0.5": "optimizer.momentm is not an option of sgd; did you mean momentum?",
     "+recipe=tiny optimizer.nesterov=true": "optimizer.nesterov is not set by recipe=tiny; add it with a plus sign",
+    "+recipe=tiny schedule.name=step schedule.gamma=0.5": "schedule.gamma is not set by recipe=tiny; add it",
+    "+recipe=tiny schedule.name=step +schedule.milestones=[0]": "schedule.milestones=[0]: give steps",
+    "+recipe=tiny optimizer.name=adam ~optimizer.momentum +optimizer.betas=[0.9]": "optimizer.betas=[0.9]: give 2",
+    "+recipe=tiny +optimizer.fused=true": "optimizer.fused is not an option of sgd",
+    "+recipe=tiny precision.name=mine": "precision.name=mine is not the name of a file; there are bf16,",
+    "+recipe=tiny precision.name=null": "precision.name=None is not the name of a file",
+    "+recipe=tiny precision.scale=foo": "precision.scale=foo: give a positive number",
+    "+recipe=tiny precision.keep_fp32={a:1}": "precision.keep_fp32={'a': 1}: give a list of names",
+    "+recipe=tiny precision.keep_fp32=5": "precision.keep_fp32=5: give a list of names",
+    "+recipe=tiny precision=fp16 scaling.init=1e300": "scaling.init=1e+300: give a scale that FP32 holds",
+    "+recipe=tiny layerwise.every=5": "layerwise.every=5 has no effect with scale=none; set scale=layerwise",
     "+recipe=tiny +schedule.foo=1": "schedule.foo is not an option of cosine; there are final",
     "+recipe=tiny optimizer.name=adam": "optimizer.momentum is not an option of adam; take it out (~optim",
     "+recipe=tiny optimizer=3": "optimizer=3: give a mapping",
@@ -151,6 +167,7 @@ def test_training_and_coming_again(said, tmp_path):
     status, out, err = said(*arguments)
     assert (status, err) == (0, "") and out.startswith("finished: accuracy 0.")
     assert said(*arguments) == (0, f"already finished, nothing to do: {tmp_path / 'run'}\n", "")
+    assert "watch=true was not asked for then" in said(*arguments, "watch=true")[1]
     status, out, err = said(*arguments, "seed=1")
     assert status == 1 and "another configuration (seed: 0 -> 1)" in err
 

@@ -40,10 +40,18 @@ def test_the_same_settings_open_it_again_and_others_do_not(tmp_path):
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path):
-    (tmp_path / "letter.txt").write_text("dear")
+    mine = ("letter.txt", ".letter.tmp", ".letter.12.tmp", "deep/er/.letter.12.tmp")
+    for name in mine:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("dear")
     with pytest.raises(UserError, match="not empty and holds no run"), opened(Record(tmp_path)):
         pass
-    assert {path.name for path in tmp_path.iterdir()} <= {"letter.txt", "lock"}
+    (tmp_path / "config.yaml").write_text("mine: too")
+    with pytest.raises(UserError, match="another configuration"), opened(Record(tmp_path)):
+        pass
+    (tmp_path / "lock").unlink()
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {*mine, "config.yaml"}
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):

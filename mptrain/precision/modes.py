@@ -5,6 +5,7 @@ This module imports no torch until a method needs it, so that the command line c
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,6 @@ from mptrain import files
 from mptrain.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
 
     from mptrain.precision.arithmetic import Arithmetic
@@ -144,11 +143,14 @@ def complaints_about(values: Mapping[str, Any]) -> list[str]:
     """Everything wrong with a precision's fields, each as one clause; empty if nothing is."""
     known = {f.name: f for f in fields(Precision)}
     complaints = [f"precision.{key} is unknown; there are {', '.join(known)}" for key in values if key not in known]
+    if "name" in values and values["name"] not in (named := files.names("precision")):
+        complaints.append(f"precision.name={values['name']} is not the name of a file; {files.suggest('', named)}")
     for key, allowed in CHOICES.items():
         if key in values and values[key] not in allowed:
             complaints.append(f"precision.{key}={_show(values[key])}: choose {' | '.join(allowed)}")
     keep = values.get("keep_fp32")
-    if isinstance(keep, str) or not all(isinstance(name, str) for name in keep or ()):
+    several = keep is None or (isinstance(keep, Collection) and not isinstance(keep, (str, Mapping)))
+    if not several or not all(isinstance(name, str) for name in keep or ()):
         complaints.append(f"precision.keep_fp32={_show(keep)}: give a list of names, e.g. [softmax,fc]")
     if not isinstance(values.get("master", True), bool):
         complaints.append(f"precision.master={_show(values['master'])}: choose true | false")

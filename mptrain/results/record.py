@@ -17,6 +17,7 @@ import errno
 import json
 import math
 import os
+import re
 import reprlib
 import time
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,8 @@ LARGEST_CONFIG = 1_000_000  # bytes
 LOCKED = (errno.EACCES, errno.EAGAIN)
 PASSING = (errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR)
 """What a network file system says of a rename that may succeed a moment later."""
+LEFT_OVER = re.compile(r"\..+\.[0-9]+\.tmp")
+"""What a kill leaves of a file that was being written."""
 PAUSES = (0.05, 0.2, 0.5)  # seconds
 
 
@@ -94,6 +97,8 @@ class Record:
 
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not (self.folder / "lock").exists():
+                self._refuse_strange()
             lock = open(self.folder / "lock", "a")  # noqa: SIM115 - held until the run ends
         except (OSError, ValueError) as error:
             raise UserError(
@@ -124,8 +129,6 @@ class Record:
     def _claim(self, config: Mapping[str, Any], cosmetic: set[str], later: Mapping[str, Any]) -> None:
         import yaml
 
-        for left_over in self.folder.glob("**/.*.tmp"):
-            left_over.unlink(missing_ok=True)
         if self.config.exists():
             try:
                 if self.config.stat().st_size > LARGEST_CONFIG:
@@ -142,10 +145,19 @@ class Record:
                     f"{self.folder} holds a run with another configuration ({'; '.join(changes[:8])}); "
                     "give another folder (out=FOLDER) or the same settings"
                 )
-        elif any(path.name != "lock" for path in self.folder.iterdir()):
-            raise UserError(f"{self.folder} is not empty and holds no run of mptrain; give another folder: out=FOLDER")
+        else:
+            self._refuse_strange()
+        for left_over in (*self.folder.glob(".*.tmp"), *self.folder.glob("*/.*.tmp")):
+            if LEFT_OVER.fullmatch(left_over.name):
+                left_over.unlink(missing_ok=True)
         if not self.summary.exists():
             write_atomically(self.config, yaml.safe_dump(dict(config), sort_keys=False))
+
+    def _refuse_strange(self) -> None:
+        """Raises UserError for a folder with something in it that no run has put there."""
+        names = [path.name for path in self.folder.iterdir()]
+        if "config.yaml" not in names and any(name != "lock" and not LEFT_OVER.fullmatch(name) for name in names):
+            raise UserError(f"{self.folder} is not empty and holds no run of mptrain; give another folder: out=FOLDER")
 
     def abandon(self) -> bool:
         """Removes a run that never took a step, and its folder if nothing else is in it; returns whether it was one."""

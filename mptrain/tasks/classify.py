@@ -78,11 +78,7 @@ def build(
         raise UserError(f"task.label_smoothing={label_smoothing} must be at least 0 and below 1")
     if aux_weight < 0 or margin < 0:
         raise UserError("task.aux_weight and task.margin must not be negative")
-    function = models.load(model)
-    try:
-        network = function(num_classes=classes)
-    except TypeError as error:
-        raise UserError(f"task.model={model} must be callable as function(num_classes=...): {error}") from error
+    network = models.build(model, num_classes=classes)
     expected = next((m.in_channels for m in network.modules() if isinstance(m, nn.Conv2d)), channels)
     if expected != channels:
         raise UserError(f"task.model={model} takes {expected} channels, task.channels={channels}; set it to {expected}")

@@ -133,5 +133,5 @@ def build(
             f"type task.tied=false or task.embedding={projection or hidden}"
         )
     train_set, test_set = text.load(data, vocabulary, window, sampled)
-    network = models.load(model)(vocabulary, embedding, hidden, layers, projection, dropout, tied)
+    network = models.build(model, vocabulary, embedding, hidden, layers, projection, dropout, tied)
     return Language(network, train_set, test_set)

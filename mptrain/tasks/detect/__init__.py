@@ -1,6 +1,5 @@
 """Detection: boxes and classes of the objects in a picture (the paper's section 4.2, table 2)."""
 
-import inspect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,14 +39,14 @@ def build(
         raise UserError(f"task.normalise={normalise} is unknown; type task.normalise={allowed}")
     if size < 1 or classes < 1:
         raise UserError(f"task.size={size} and task.classes={classes} have to be at least 1")
-    factory, single_shot = models.load(model), normalise is not None
-    if (normalise in ("mean", "positives")) != ("background" in inspect.signature(factory).parameters):
+    single_shot = normalise is not None
+    if (normalise in ("mean", "positives")) != models.takes(models.load(model), classes, size, background=True):
         raise UserError(FITTING.format(model))
     train_set, test_set = detection.load(data, size, classes, single_shot, tuple(train_years), train_difficult)
     weights = Path(backbone) if backbone else None
     if normalise in ("mean", "positives"):
-        return SingleShot(factory(classes, size, normalise == "positives", weights), train_set, test_set)
-    network = factory(classes, size, weights)
+        return SingleShot(models.build(model, classes, size, normalise == "positives", weights), train_set, test_set)
+    network = models.build(model, classes, size, weights)
     if isinstance(network, YOLO) != single_shot:
         raise UserError(FITTING.format(model))
     return (Objectness if single_shot else TwoStage)(network, train_set, test_set)

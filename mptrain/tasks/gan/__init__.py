@@ -160,7 +160,7 @@ def build(
         raise UserError(f"task.real_label={real_label} must be above 0.5 and at most 1; type task.real_label=1.0")
     train_set, test_set = faces.load(data, size, noise)
     networks = (
-        models.load(discriminator)(size, train_set.channels, discriminator_width, features, norm),
-        models.load(generator)(size, train_set.channels, generator_width, noise),
+        models.build(discriminator, size, train_set.channels, discriminator_width, features, norm),
+        models.build(generator, size, train_set.channels, generator_width, noise),
     )
     return GAN(*networks, train_set, test_set, noise, d_every, g_every, real_label)
