@@ -352,3 +352,29 @@ def test_gradients_of_several_formats_are_all_looked_at():
             p.grad = torch.full_like(p, float("inf") if p is bad else 8.0)
         assert scaler.unscale_(optimizer) is (bad is None)
     assert full.grad.tolist() == [2.0] * 3 and half.grad.tolist() == [2.0] * 3
+
+
+def test_complex_gradients():
+    p = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 4j]))
+    optimizer, scaler = torch.optim.SGD([p], lr=1.0), loss_scaler(4)
+    p.grad = torch.tensor([8 + 4j, 2j])
+    assert scaler.step(optimizer) is True and p.tolist() == [-1 + 1j, 3 - 4.5j]
+    scaler.update()
+    p.grad = torch.tensor([complex(1, float("inf")), 1])
+    assert scaler.step(optimizer) is False and p.tolist() == [-1 + 1j, 3 - 4.5j]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"growth": 1.0},
+        {"backoff": 2.0},
+        {"interval": 0},
+        {"hysteresis": 0},
+        {"tolerance": 1.5},
+        {"floor": 4, "ceiling": 2},
+    ],
+)
+def test_settings_under_which_nothing_would_move_as_it_should(settings):
+    with pytest.raises(UserError, match=f"give {next(iter(settings))} "):
+        DynamicSettings(**settings)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as every_module
 
 import mptrain
-from mptrain.watch import collection
+from mptrain.watch import collection, store
 from mptrain.watch.store import Store, read_part
 
 
@@ -218,16 +218,63 @@ def test_patterns_choose_layers_and_a_typo_is_told():
 
 
 def test_rows_after_the_resumed_step_are_dropped(tmp_path):
-    store = Store(tmp_path / "watch.parquet")
+    written = Store(tmp_path / "watch.parquet")
     row = {"step": 1, "layer": "a", "kind": "loss", "name": "", "dtype": "float32", "exponents": [1, 2]}
-    store.add([row, {**row, "step": 3}])
-    store.flush()
-    store.add([{**row, "step": 5}])
-    store.flush()
+    written.add([row, {**row, "step": 3}])
+    written.flush()
+    written.add([{**row, "step": 5}])
+    written.flush()
     kept = Store(tmp_path / "watch.parquet").cut(2)
     assert [r["step"] for r in kept] == [1]
     parts = sorted((tmp_path / "watch.parquet").iterdir())
     assert [r["step"] for part in parts for r in read_part(part)] == [1]
+
+
+def test_what_nobody_closed_is_written_all_the_same(tmp_path):
+    model = nn.Linear(2, 2)
+    for folder, closed in (("open", False), ("closed", True)):
+        watch = mptrain.Watch(model, every=1, out=tmp_path / folder)
+        for loss in (0.5, torch.tensor(0.25)):
+            model(torch.ones(1, 2))
+            watch.step(loss)
+        assert not (tmp_path / folder / "watch.parquet").exists()
+        if closed:
+            watch.close()
+        del watch
+        gc.collect()
+    (part,), (expected,) = ((tmp_path / f / "watch.parquet").glob("*") for f in ("open", "closed"))
+    rows = read_part(part)
+    assert rows == read_part(expected)
+    assert [row["mean"] for row in rows if row["kind"] == "loss"] == [0.5, 0.25]
+
+
+def test_long_loops_do_not_keep_all_rows(tmp_path, monkeypatch):
+    row = {"step": 1, "layer": "a", "kind": "loss", "name": "", "dtype": "float32", "exponents": [1, 2]}
+    keeper = Store(tmp_path / "watch.parquet")
+    monkeypatch.setattr(store, "MOST_WAITING", 3)
+    keeper.add([row, row])
+    assert len(keeper.waiting) == 2
+    keeper.add([row])
+    monkeypatch.setattr(store, "LONGEST_WAIT", -1.0)
+    keeper.add([{**row, "step": 2}])
+    assert keeper.waiting == [] and len(list((tmp_path / "watch.parquet").iterdir())) == 2
+
+
+def test_rows_of_two_runs_do_not_mix(tmp_path):
+    model = nn.Linear(2, 2)
+    for _ in range(2):
+        first = mptrain.Watch(model, every=1, out=tmp_path / "a")
+        first.resume(0)
+        first.step(0.5)
+        first.close()
+    second = mptrain.Watch(model, every=1, out=tmp_path / "a")
+    with pytest.raises(mptrain.UserError, match="holds the rows of an earlier run"):
+        second.step(0.5)
+    (tmp_path / "file").touch()
+    with pytest.raises(mptrain.UserError, match="cannot be made"):
+        mptrain.Watch(model, out=tmp_path / "file" / "below")
+    with pytest.raises(mptrain.UserError, match=r"every=1.5: give a number of steps"):
+        mptrain.Watch(model, every=1.5)
 
 
 def alarms_of(model, x, scale="none", optimizer=torch.optim.SGD):

@@ -35,8 +35,8 @@ def load(path: str) -> Callable:
     return found
 
 
-def build(path: str, *arguments: Any, **options: Any) -> nn.Module:
-    """The network that the function makes; raises UserError if it fails, or makes something else."""
+def build(path: str, *arguments: Any, **options: Any) -> Any:
+    """The torch.nn.Module that the function makes; raises UserError if it fails, or makes something else."""
     function = load(path)
     call = ", ".join([*(repr(a) for a in arguments), *(f"{key}={value!r}" for key, value in options.items())])
     if not takes(function, *arguments, **options):

@@ -75,7 +75,7 @@ class LossScaler:
         if id(optimizer) in self._finite:
             raise RuntimeError("unscale_ was already called for this optimizer since the last update()")
         gradients = [
-            _coalesced(p) if gradient.is_sparse else gradient
+            torch.view_as_real(gradient) if gradient.is_complex() else _coalesced(p) if gradient.is_sparse else gradient
             for group in optimizer.param_groups
             for p in group["params"]
             if (gradient := p.grad) is not None
@@ -182,6 +182,19 @@ class DynamicSettings:
     hysteresis: int = 1
     consecutive: bool = False
     tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises UserError for settings under which the scale would not move, or not as they are called."""
+        allowed = {
+            "growth above 1": self.growth > 1,
+            "backoff between 0 and 1": 0 < self.backoff < 1,
+            "interval of 1 or more": self.interval >= 1,
+            "hysteresis of 1 or more": self.hysteresis >= 1,
+            "tolerance from 0 to 1": 0 <= self.tolerance <= 1,
+            "floor from 0 up to the ceiling": 0 <= self.floor <= self.ceiling,
+        }
+        if wrong := [what for what, is_so in allowed.items() if not is_so]:
+            raise UserError(f"{self}: give {', '.join(wrong)}")
 
 
 class DynamicScaler(LossScaler):

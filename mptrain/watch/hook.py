@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -45,7 +46,8 @@ class Watch:
     scaler: mptrain's or torch's, to tell magnitudes without the loss scale. arithmetic: of a Precision, to count
     exactly what rounding flushes where it is emulated; where it is native see `shadow`. sample: see
     `statistics.measure`. on_alarm: gets each new Alarm; unset, prints it. floor: of the loss scale. rounded_updates:
-    parameters are kept in 16 bits without an FP32 master copy. Raises UserError for a pattern that matches no module.
+    parameters are kept in 16 bits without an FP32 master copy. Raises UserError for a pattern that matches no module,
+    and for a folder that cannot be written.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Watch:
         floor: float = 1.0,
         rounded_updates: bool = False,
     ):
-        if every < 1:
+        if type(every) is not int or every < 1:
             raise UserError(f"every={every}: give a number of steps, 1 or more")
         self.models = {"": model} if isinstance(model, nn.Module) else dict(model)
         if len(self.models) == 1:
@@ -72,7 +74,7 @@ class Watch:
         self.optimizers = list(given.values()) if isinstance(given, Mapping) else list(given)
         self.every, self.sample, self.scaler, self.arithmetic = every, sample, scaler, arithmetic
         self.on_alarm, self.rounded_updates = on_alarm, rounded_updates
-        self.names = _chosen(self.models, list(layers))
+        self.names = _chosen(self.models, [layers] if isinstance(layers, str) else list(layers))
         self.alarms = Alarms(floor)
         self.store = None if out is None else Store(Path(out) / "watch.parquet")
         self.done = 0
@@ -82,12 +84,15 @@ class Watch:
         self._collection: Collection | None = None
         self._begin()
 
-    def step(self, loss: Tensor | None = None) -> list[Alarm]:
-        """Ends a step, after the optimizer's; returns the alarms that are new."""
+    def step(self, loss: Tensor | float | None = None) -> list[Alarm]:
+        """Ends a step, after the optimizer's; returns the alarms that are new.
+
+        Raises UserError if `out` holds the rows of an earlier run and `resume` did not say where to go on.
+        """
         self.done += 1
         new: list[Alarm] = []
         if self._collection is not None:
-            self.rows = self._collection.end(self.done, loss)
+            self.rows = self._collection.end(self.done, None if loss is None else torch.as_tensor(loss))
             self._collection = None
             if self.store is not None:
                 self.store.add(self.rows)
@@ -131,7 +136,7 @@ class Watch:
         self._begin()
 
     def flush(self) -> None:
-        """Brings rows to the disk."""
+        """Brings rows to the disk; happens by itself every minute, and when the process ends."""
         if self.store is not None:
             self.store.flush()
 

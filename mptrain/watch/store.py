@@ -25,9 +25,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from mptrain.errors import UserError
 
 TEXT = ("layer", "kind", "name", "dtype")
 WHOLE = ("step", "order", "calls", "count", "sampled", "zero", "nan", "inf", "subnormal", "below", "above", "flushed",
@@ -35,40 +39,51 @@ WHOLE = ("step", "order", "calls", "count", "sampled", "zero", "nan", "inf", "su
 REAL = ("scale", "norm", "min", "max", "mean", "abs_mean", "std")
 
 
+MOST_WAITING, LONGEST_WAIT = 10_000, 60.0
+"""Rows, and seconds: what waits is written by then at the latest."""
+
+
 class Store:
-    """Rows on their way to the disk."""
+    """Rows on their way to the disk; what still waits when the process ends, or nobody holds it any more, is written.
+
+    Raises UserError if the folder cannot be made.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.waiting: list[dict[str, Any]] = []
+        self.begun = False
+        self.written = time.monotonic()
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder} cannot be made ({error.strerror}); give Watch another folder: out=") from error
+        weakref.finalize(self, _write_at_last, folder, self.waiting)
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Takes rows; raises UserError if the first come to those of an earlier run, which `cut` would have seen."""
+        if not self.begun and any(self.folder.glob("*.parquet")):
+            raise UserError(
+                f"{self.folder} holds the rows of an earlier run: delete it, give another folder (out=), or go on "
+                "after the step that it had reached: watch.resume(step)"
+            )
+        self.begun = True
         self.waiting += rows
+        if len(self.waiting) >= MOST_WAITING or time.monotonic() - self.written > LONGEST_WAIT:
+            self.flush()
 
     def flush(self) -> None:
         """Writes what waits as one more part, whole or not at all."""
-        if not self.waiting:
-            return
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        table = pa.Table.from_pylist(self.waiting, pa.schema(list(_columns().items())))
-        self.folder.mkdir(parents=True, exist_ok=True)
-        name = _name(self.waiting)
-        temporary = self.folder / f".{name}.{os.getpid()}.tmp"
-        with open(temporary, "wb") as file:
-            pq.write_table(table, file, write_page_checksum=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.folder / name)
-        self.waiting = []
+        _write(self.folder, self.waiting)
+        self.written = time.monotonic()
 
     def cut(self, step: int) -> list[dict[str, Any]]:
         """Drops all rows after a step, from where the run goes on; returns those that stay, in order.
 
         A part that cannot be read is set aside, as `*.damaged`, with a message.
         """
-        self.waiting = []
+        self.waiting.clear()
+        self.begun = True
         stay: list[dict[str, Any]] = []
         for path in sorted(self.folder.glob("*.parquet")) if self.folder.is_dir() else ():
             try:
@@ -82,11 +97,37 @@ class Store:
             keep = [row for row in rows if last < row["step"] <= step]
             stay += keep
             if len(keep) < len(rows):
-                self.waiting = keep
+                self.waiting += keep
                 self.flush()
                 if not keep or path.name != _name(keep):
                     path.unlink()
         return stay
+
+
+def _write(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Brings rows to the disk and empties their list."""
+    if not rows:
+        return
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist(rows, pa.schema(list(_columns().items())))
+    folder.mkdir(parents=True, exist_ok=True)
+    name = _name(rows)
+    temporary = folder / f".{name}.{os.getpid()}.tmp"
+    with open(temporary, "wb") as file:
+        pq.write_table(table, file, write_page_checksum=True)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / name)
+    rows.clear()
+
+
+def _write_at_last(folder: Path, rows: list[dict[str, Any]]) -> None:
+    try:
+        _write(folder, rows)
+    except OSError as error:
+        print(f"mptrain: watch: {folder}: {error.strerror}; its last rows are lost", file=sys.stderr)
 
 
 def _name(rows: list[dict[str, Any]]) -> str:
