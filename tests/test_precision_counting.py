@@ -52,6 +52,8 @@ def test_of_a_larger_tensor_pairs_of_a_sample_are_counted(order):
     counter.add("b", "forward", small, small.half())
     # 100 are six runs of 16, of 1,152 elements; with an odd distance of 193 five fit in
     sampled = torch.cat([before.flatten()[start : start + 16] for start in range(0, 5 * 193, 193)])
+    before.zero_()  # whatever happens to it afterwards
+    counter.settle()
     assert counter.totals["a", "forward"].tolist() == count(sampled, sampled.half()).tolist()
     assert counter.totals["b", "forward"].tolist() == count(small, small.half()).tolist()
     assert counter.sizes == {("a", "forward"): before.numel(), ("b", "forward"): 100}

@@ -62,8 +62,8 @@ def runs(row: Tensor, sample: int | None) -> Tensor:
     if sample is None or row.numel() <= sample:
         return row
     distance = min(row.numel(), row.numel() // max(1, sample // RUN) | 1)
-    whole = row.numel() // distance * distance
-    return row[:whole].view(-1, distance)[:, :RUN].reshape(-1)
+    step = row.stride(0)
+    return row.as_strided((row.numel() // distance, min(RUN, distance)), (distance * step, step)).reshape(-1)
 
 
 def blocks(row: Tensor) -> Iterator[Tensor]:

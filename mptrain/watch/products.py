@@ -43,6 +43,7 @@ class Products:
             handles.append(Undo(lambda: setattr(arithmetic, "counter", None)))
             handles += arithmetic.counter.watch(self.models.items())
         self.counter = arithmetic.counter
+        self.counter.settle()
         self.before, self.sizes = dict(self.counter.totals), dict(self.counter.sizes)
         return handles
 
@@ -61,6 +62,7 @@ class Products:
         """One row for each layer that ran and each direction."""
         if self.counter is None:
             return []
+        self.counter.settle()
         keys = sorted(self.counter.totals, key=lambda key: (order.get(key[0], -1), DIRECTIONS.index(key[1])))
         changes = [self.counter.totals[key] - self.before.get(key, 0) for key in keys]
         rows = []
