@@ -28,6 +28,9 @@ HEAD = ("min", "max", "unit", "norm", "sum", "abs_sum", "apart", "nonzero", "nan
 """The numbers of a row before its 256 bins. Sums are of x / unit; apart: norm of the distances from the mean."""
 
 
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+
+
 @dataclass(frozen=True)
 class Row:
     """What was measured of one tensor and still lies on its device."""
@@ -123,13 +126,16 @@ def describe(tensor: Tensor, scale: float = 1.0, sample: int | None = None) -> S
     return read([measure(tensor, sample)])[0].unscaled(scale)
 
 
-@torch.no_grad()
 def measure(tensor: Tensor, sample: int | None = None) -> Measured:
     """The numbers behind `Statistics`, on the tensor's device, without waiting for it; a CPU keeps small tensors.
 
     sample: of a larger tensor, look at about so many evenly spaced elements for counts, histogram and means; minimum,
     maximum and norm are always of all. Unset, all is exact. Numbers wider than FP32 are looked at as FP32.
     """
+    count = tensor.numel()
+    if 0 < count <= (LARGEST if sample is None else min(sample, LARGEST)) and _keeps(tensor):
+        whole = tensor.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        return Kept(count, whole.view(-1))
     with torch._C._DisableAutocast():  # whoever measures may stand in a region that casts, and asks at every operation
         whole = flat(tensor)
         part = every(whole, sample)
@@ -153,13 +159,17 @@ def _on_cpu(whole: Tensor, part: Tensor) -> Kept | Statistics | None:
     ends = None
     if part is not whole and (ends := ordinary_ends(whole)) is None:
         return None
-    if part.numel() <= LARGEST and part.dtype != torch.float64:
-        kept = torch.empty(part.numel(), dtype=torch.float32).copy_(part)
-        return Kept(whole.numel(), kept) if ends is None else Kept(whole.numel(), kept, ends, norm(whole))
+    if ends is not None and part.numel() <= LARGEST and _keeps(part):
+        return Kept(whole.numel(), torch.empty(part.numel(), dtype=torch.float32).copy_(part), ends, norm(whole))
     if (found := sweep(part.contiguous())) is None:
         return None
     statistics = _of_sweep(part.numel(), found)
     return statistics if ends is None else _of_all(statistics, whole.numel(), ends, norm(whole))
+
+
+def _keeps(tensor: Tensor) -> bool:
+    """Whether FP32 holds all its numbers, in the host's memory."""
+    return tensor.device.type == "cpu" and tensor.dtype in NARROW and tensor.layout == torch.strided
 
 
 def _of_all(sampled: Statistics, count: int, ends: tuple[float, float], norm: float) -> Statistics:
