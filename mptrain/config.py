@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mptrain.errors import UserError
-from mptrain.files import suggest
+from mptrain.files import names, suggest
 from mptrain.options import OPTIMIZERS, SCHEDULES
 from mptrain.paper import Paper
 from mptrain.precision import modes
@@ -252,6 +252,8 @@ def check(values: Mapping[str, Any], baseline: Mapping[str, Any] | None = None) 
         values[k] if isinstance(values.get(k), dict) else {} for k in ("precision", "scaling", "layerwise")
     )
     complaints += modes.complaints_about(precision)
+    if precision and precision.get("name") not in (known := names("precision")):
+        complaints.append(f"precision.name={precision.get('name')} is not the name of a file; {suggest('', known)}")
     complaints += _about_scale(values.get("scale"), precision, scaling, layerwise)
     complaints += _about_shards(values, precision)
     for section in ("task", "optimizer", "schedule"):

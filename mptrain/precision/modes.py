@@ -143,8 +143,6 @@ def complaints_about(values: Mapping[str, Any]) -> list[str]:
     """Everything wrong with a precision's fields, each as one clause; empty if nothing is."""
     known = {f.name: f for f in fields(Precision)}
     complaints = [f"precision.{key} is unknown; there are {', '.join(known)}" for key in values if key not in known]
-    if "name" in values and values["name"] not in (named := files.names("precision")):
-        complaints.append(f"precision.name={values['name']} is not the name of a file; {files.suggest('', named)}")
     for key, allowed in CHOICES.items():
         if key in values and values[key] not in allowed:
             complaints.append(f"precision.{key}={_show(values[key])}: choose {' | '.join(allowed)}")
