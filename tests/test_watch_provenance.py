@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 
 import pytest
@@ -147,3 +148,52 @@ def test_an_fp16_gradient_that_overflows():
 
     found = first_nonfinite({"model": model}, run)
     assert found.where == "backward" and found.module == "1"
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    extra: object = None
+
+
+class Wraps(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return Output(self.inner(x) * 1.0)
+
+
+@pytest.mark.parametrize(
+    ("faults", "where"), [({"forward": torch.inf}, "forward"), ({"backward": torch.nan}, "backward")]
+)
+def test_outputs_that_are_dataclasses(faults, where):
+    torch.manual_seed(0)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Wraps(Wraps(nn.Linear(2, 2)))
+            self.inner.inner.forward = lambda x: self.inner.inner.inner(x)
+            self.faulty, self.last = Wraps(Faulty(**faults)), nn.Linear(2, 1)
+
+        def forward(self, x):
+            return self.last(self.faulty(self.inner(x).logits).logits)
+
+    assert blame({"model": Outer()}, torch.ones(3, 2)) == f"{where} of faulty.inner (Faulty)"
+
+
+def test_a_buffer():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+    model[1].running_var[0] = torch.nan
+    assert blame({"model": model}, torch.ones(3, 2)) == "weight of 1 (BatchNorm1d)"
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Faulty(forward=torch.inf))
+    assert blame({"model": model}, torch.randn(3, 2)) == "forward of 2 (Faulty)"
+
+
+def test_a_row_that_a_mask_leaves_empty():
+    model = nn.MultiheadAttention(4, 1, batch_first=True)
+    x, hidden = torch.ones(1, 3, 4), torch.ones(1, 3, dtype=torch.bool)
+    found = first_nonfinite({"model": model}, lambda: model(x, x, x, key_padding_mask=hidden)[0].sum().backward())
+    assert found.where == "forward" and found.op is not None and "softmax" in found.op, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,4 +22,6 @@ def tensors(value: Any) -> list[Tensor]:
         return [value] if value.is_floating_point() else []
     if isinstance(value, Mapping):
         value = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     return [t for item in value for t in tensors(item)] if isinstance(value, (tuple, list)) else []

@@ -34,9 +34,9 @@ OUTSIDE = "(loss)"
 class Finding:
     """The first thing that was not finite.
 
-    where: forward | backward | data | weight. module: its path, "" of the whole network, or OUTSIDE. op: the first
-    operation with finite inputs and another result, None if there is none. inputs: of that operation, or of the module.
-    frames: source lines of the forward pass that led there, the innermost last.
+    where: forward | backward | data | weight (or buffer). module: its path, "" of the whole network, or OUTSIDE.
+    op: the first operation with finite inputs and another result, None if there is none. inputs: of that operation, or
+    of the module. frames: source lines of the forward pass that led there, the innermost last.
     """
 
     where: str
@@ -74,12 +74,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Birth:
-    """An operation that made the first values that are not finite out of finite ones."""
+    """An operation that made the first values that are not finite out of finite ones, or NaN out of infinities."""
 
     op: str
     module: str
     inputs: list[dict[str, Any]]
     frames: list[str]
+
+    @property
+    def clean(self) -> bool:
+        """Whether what it was given was finite."""
+        return not any(given["inf"] for given in self.inputs)
 
 
 def first_nonfinite(models: dict[str, nn.Module], run: Callable[[], Any]) -> Finding | None:
@@ -98,6 +103,8 @@ class _Eyes:
     def __init__(self, models: dict[str, nn.Module]):
         self.paths = {module: path for path, module in named(models)}
         self.types = {path: type(module).__name__ for module, path in self.paths.items()}
+        # before the run, in which batch norm may spoil its own; infinities may be meant, as in a mask
+        self.spoilt = {id(b) for module in self.paths for b in module.buffers(recurse=False) if _has_nan(b)}
         self.running: list[str] = []
         self.bad: tuple[nn.Module, list[Tensor], int] | None = None
         self.bad_gradient: str | None = None
@@ -155,7 +162,7 @@ class _Eyes:
         if self.bad is not None:
             return self._forward(*self.bad)
         if self.births and not all(map(finite, losses)):
-            return self._of("forward", self.births[-1])
+            return self._of("forward", ([birth for birth in self.births if birth.clean] or self.births)[-1])
         if self.born_backward:
             return self._of("backward", self.born_backward[0])
         if self.bad_gradient is not None:
@@ -165,19 +172,21 @@ class _Eyes:
     def _forward(self, module: nn.Module, inputs: list[Tensor], born: int) -> Finding:
         path = self.paths[module]
         parameters = {n: p for n, p in module.named_parameters() if not finite(p)}
+        parameters |= {n: b for n, b in module.named_buffers() if id(b) in self.spoilt}
         if parameters:
             name, p = next(iter(parameters.items()))
             inner = ".".join(part for part in (path, name.rpartition(".")[0]) if part)
             ranges = [{"name": name.rpartition(".")[2], **extent(p)}]
             return Finding("weight", inner, self.types.get(inner, ""), None, ranges, [])
-        births = self.births[:born]
+        sound = all(map(finite, inputs))
+        births = [birth for birth in self.births[:born] if sound or birth.clean]
         here = [birth for birth in births if birth.module == path] or births[-1:]
         if here:
-            at = here[0] if here[0].module == path or not all(map(finite, inputs)) else None
+            at = here[0] if here[0].module == path or not sound else None
             if at is not None:
                 return self._of("forward", at)
         ranges = [extent(t) for t in inputs]
-        where = "forward" if all(map(finite, inputs)) else "data"
+        where = "forward" if sound else "data"
         return Finding(where, path, self.types[path], None, ranges, [])
 
     def _of(self, where: str, birth: _Birth) -> Finding:
@@ -186,7 +195,7 @@ class _Eyes:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes operations that make something not finite out of finite numbers."""
+    """Notes operations that make something not finite out of finite numbers, or NaN out of infinities, as masks are."""
 
     def __init__(self, eyes: _Eyes):
         super().__init__()
@@ -201,9 +210,11 @@ class _Operations(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs = tensors([*args, *kwargs.values()])
         clean = all(map(finite, inputs))
-        before = [extent(t) for t in inputs] if clean and name.endswith("_") else None
+        innocent = clean or not any(map(_has_nan, inputs))
+        before = [extent(t) for t in inputs] if innocent and name.endswith("_") else None
         result = func(*args, **kwargs)
-        if clean and not all(map(finite, tensors(result))):
+        spoils = not all(map(finite, tensors(result))) if clean else any(map(_has_nan, tensors(result)))
+        if innocent and spoils:
             known.append(self._birth(name, before or [extent(t) for t in inputs], backward))
         return result
 
@@ -237,6 +248,10 @@ def _label(node: Any, path: str) -> Iterator[Any]:
 def finite(tensor: Tensor) -> bool:
     """Whether all values are; waits for the device."""
     return bool(_values(tensor).isfinite().all())
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return bool(_values(tensor).isnan().any())
 
 
 def _values(tensor: Tensor) -> Tensor:
