@@ -89,7 +89,14 @@ def _run(argv: list[str]) -> int:
         return 0
     if argv[0] in VERBS:
         module, _, function = VERBS[argv[0]][0].partition(":")
-        return getattr(importlib.import_module(module), function)(argv[1:])
+        try:
+            return getattr(importlib.import_module(module), function)(argv[1:])
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            if not error.filename:  # not about a file, so not the user's to mend
+                raise
+            raise UserError(f"{error.filename}: {error.strerror}") from error
     if argv[0] == "help" or "--help" in argv or "-h" in argv:
         print(_help())
         return 0

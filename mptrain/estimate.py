@@ -248,7 +248,7 @@ def _traced_as(numbers: Precision) -> Precision:
     same = {"float16": "bfloat16", "tf32": "float32"}
     changes = {name: same.get(value, value) for name in ("compute", "storage") for value in [getattr(numbers, name)]}
     emulated = numbers.kernels == "emulated"
-    return numbers if emulated else replace(numbers, name="", scale="none", **changes)
+    return numbers if emulated else replace(numbers, name="fp32", scale="none", **changes)
 
 
 def _asked(config: Config, one: bool) -> list[Precision]:

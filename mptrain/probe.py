@@ -65,6 +65,7 @@ def probe(argv: Sequence[str]) -> int:
     folder = Path(config.out) if config.out else Path(config.results).parent / "probes" / config.folder().name
     folder = folder.expanduser().absolute()
     device = hardware.resolve(config.device)
+    _make(folder)
     with hardware.tf32(False):
         run = Run(config, Record(folder))
         beginning = run.loader.state_dict()
@@ -80,12 +81,19 @@ def probe(argv: Sequence[str]) -> int:
     found = Probed(config, tuple(told), device.type, census, recommend(census), tried)
     document = probe_words.document(found)
     print_document(document)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     write_atomically(folder / "probe.json", json.dumps(as_json(found), indent=1) + "\n")
     write_atomically(folder / "probe.csv", as_csv(found))
     write_atomically(folder / "probe.md", markdown(document))
     print(f"written: {folder / 'probe.json'}, probe.csv, probe.md")
     return 0
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be made ({error.strerror}); give another one: out=FOLDER") from error
 
 
 def tried_out(run: Run, numbers: Precision, batch: Batch) -> dict[str, Any]:

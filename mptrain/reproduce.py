@@ -75,6 +75,7 @@ def reproduce(argv: list[str]) -> int:
         return int(stop.code or 0)
     words: list[str] = options.recipes
     overrides = [word for word in words if "=" in word]
+    _refuse_ours(overrides)
     recipes = _recipes([word for word in words if "=" not in word], options.paper_size)
     gpu = _gpu(overrides)
     planned = plan(recipes, options.seeds, _common(overrides, options, gpu), quick=not options.paper_size)
@@ -106,6 +107,15 @@ def _recipes(named: list[str], paper_size: bool) -> list[str]:
             raise UserError(f"recipe {name} has none at the paper's size; leave --paper-size out")
         chosen += large if paper_size else [name]
     return list(dict.fromkeys(chosen))
+
+
+def _refuse_ours(overrides: list[str]) -> None:
+    """Raises UserError for what `reproduce` gives to each run itself."""
+    cures = {"seed": "give --seeds N", "results": "give --results FOLDER", "out": "give --results FOLDER",
+             "precision": "train with mptrain +recipe=NAME", "recipe": "give the recipe's bare name"}  # fmt: skip
+    for text in overrides:
+        if (key := text.partition("=")[0].lstrip("+")) in cures:
+            raise UserError(f"{text}: every run has its own {key} here; {cures[key]} instead")
 
 
 def _gpu(overrides: list[str]) -> bool:

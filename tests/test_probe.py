@@ -125,3 +125,6 @@ def test_operations_are_named_once_and_casts_are_none():
 def test_it_looks_at_fp32_only(tmp_path):
     with pytest.raises(UserError, match="leave out precision="):
         probe(["+recipe=resnet", "precision=fp16", f"out={tmp_path}"])
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made .File exists."):
+        probe(["+recipe=resnet", f"out={tmp_path / 'file'}"])

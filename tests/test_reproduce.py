@@ -68,6 +68,9 @@ def test_paper_size_and_seeds(tiny, capsys, named):
         (["tinny"], "recipe tinny is unknown; did you mean tiny"),
         (["tinny", "--paper-size"], "recipe tinny is unknown; did you mean tiny"),
         (["tiny", "task.depht=3"], "tiny, run fp16: task.depht is unknown; did you mean task.depth"),
+        (["tiny", "seed=3"], "seed=3: every run has its own seed here; give --seeds N instead"),
+        (["tiny", "results=x"], "results=x: every run .* give --results FOLDER"),
+        (["tiny", "precision=fp16"], "precision=fp16: every run has its own precision"),
         (["tiny", "steps=0"], "tiny, run fp32: steps=0: give a number of 1 or more"),
     ],
 )

@@ -171,7 +171,7 @@ class _Eyes:
 
     def _forward(self, module: nn.Module, inputs: list[Tensor], born: int) -> Finding:
         path = self.paths[module]
-        parameters = {n: p for n, p in module.named_parameters() if not finite(p)}
+        parameters: dict[str, Tensor] = {n: p for n, p in module.named_parameters() if not finite(p)}
         parameters |= {n: b for n, b in module.named_buffers() if id(b) in self.spoilt}
         if parameters:
             name, p = next(iter(parameters.items()))
