@@ -55,7 +55,7 @@ BAD = [
     (
         {"optimizer__momentm": 0.9},
         "optimizer.momentm is not an option of sgd; did you mean momentum? "
-        "there are momentum, dampening, weight_decay, nesterov, maximize, fused",
+        "there are momentum, dampening, weight_decay, nesterov, maximize",
     ),
     (
         {"optimizer": {"name": "adam", "lr": 0.1, "betas": [0.9, "x"]}},
