@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeCopyMode,
     FakeTensorMode,
 )
+from torch.utils._pytree import tree_map_only
 
 from mptrain import compose, files, hollow, process, tasks
 from mptrain.config import Config, check
@@ -59,6 +61,8 @@ class Step(Work):
     batch_size: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     parameters: int = 0
+    moments: list[int] = field(default_factory=list)
+    """bytes after every operation, without the batch"""
 
     @property
     def peak(self) -> int:
@@ -71,8 +75,11 @@ class Model:
     Raises UserError if values that are not there decide its course.
     """
 
-    def __init__(self, config: Config, numbers: Precision, task: tasks.Task, fake: FakeTensorMode) -> None:
+    def __init__(
+        self, config: Config, numbers: Precision, task: tasks.Task, samples: tuple[int, Batch], fake: FakeTensorMode
+    ) -> None:
         self.fake = fake
+        self.samples, self.batch = samples
         changes: dict[str, Any] = {"precision": numbers.as_dict(), "data": "synthetic", "data_dir": None}
         changes |= {"device": "cpu", "count": False, "watch": {}, "workers": 0}
         with process.same_random_state(torch.device("cpu")), FakeCopyMode(fake):
@@ -81,23 +88,31 @@ class Model:
             self.run = Run(check({**config.model_dump(), **changes}), Record("."), task=own)
         self.run.arithmetic = self.run.region = _region(numbers)
         self.run.scaler._unscale = types.MethodType(_unscaled, self.run.scaler)  # type: ignore[method-assign]
-        self.samples, self.batch = _batch(self.run.task, config.batch_size)
-        self.settled = False
+        self.latest = 0
+        """the batch of the step before, 0 before there is one"""
 
     def step(self, batch_size: int) -> Step:
-        """A step that finds the optimizers' state in place, over the first batch's samples as often as it takes."""
+        """A step that finds the optimizers' state in place, over the first batch's samples as often as it takes.
+
+        What a task keeps from step to step is there if the step before had this batch or a multiple of it.
+        """
         batch = hollow.batch(self.batch, self.fake, self.samples, batch_size)
         window = [batch] * self.run.config.accumulate
         with process.same_random_state(torch.device("cpu")), hollow.Shapes(self.fake):
-            if not self.settled:
+            if not self.latest:
                 self._through(window)
-                self.settled = True
+            elif self.latest % batch_size == 0:
+                task = self.run.task
+                part = task.part(task.state_dict(), 0, self.latest // batch_size)
+                task.load_state_dict(tree_map_only(Tensor, Tensor.clone, part))
+            self.latest = batch_size
             found = Step(batch_size=batch_size, memory={"input": hollow.size(batch)})
             found.parameters = sum(p.numel() for model in self.run.models.values() for p in model.parameters())
             tracker = StepMemory(self.run.held(), self.run.models.values(), self.run.optimizers.values())
             with tracker, Operations(found.operations):
                 self._through(window)
         found.memory |= tracker.kinds()
+        found.moments = tracker.moments
         return found
 
     def _through(self, window: list[Batch]) -> None:
@@ -143,8 +158,9 @@ def models(config: Config, precisions: Sequence[Precision]) -> Iterator[Model]:
     spec = DataSpec("synthetic", None, config.seed)
     with process.same_random_state(torch.device("cpu")), hollow.networks(fake):
         task = tasks.build(config.task.name, spec, **config.task.options)
+    samples = _batch(task, config.batch_size)
     for numbers in precisions:
-        yield Model(config, numbers, task, fake)
+        yield Model(config, numbers, task, samples, fake)
 
 
 def step(config: Config, numbers: Precision) -> Step:
@@ -153,33 +169,50 @@ def step(config: Config, numbers: Precision) -> Step:
 
 
 class Growth:
-    """What becomes of a step as its batch grows; what was traced is kept.
+    """What becomes of a step as its batch grows, from a traced step and one of twice its batch.
 
-    Memory is the highest of many lines, one for each moment of a step: between two traced steps it is at most on the
-    line through them, and on it everywhere if it is in between.
+    Both go through the same operations, and what each of them computes, moves and leaves behind is so much, and so much
+    for each sample: so is the memory of every moment, and the step of any batch follows. Where the operations are not
+    the same (a loop over the pictures of a batch), others are traced as they are needed. In any case memory is the
+    highest of many lines: between two batches it is at most on the line through them, and on it everywhere if it is in
+    between.
     """
 
-    def __init__(self, model: Model, first: Step) -> None:
+    def __init__(self, model: Model, batch_size: int) -> None:
         self.model = model
-        self.traced = {first.batch_size: first}
+        self.traced = {size: model.step(size) for size in (2 * batch_size, batch_size)}
         self.straight: list[tuple[int, int]] = []
-        moving = first.memory.get("activations", 0) + first.memory.get("input", 0)
-        self.slope = moving / first.batch_size
-        """bytes a sample, before there are two steps to tell"""
+        self.first, self.double = self.traced[batch_size], self.traced[2 * batch_size]
+        self.lines = _same_operations(self.first, self.double)
+
+    def step(self, batch_size: int) -> Step:
+        """The step of a batch: known, computed or traced."""
+        if batch_size not in self.traced:
+            self.traced[batch_size] = self._computed(batch_size) if self.lines else self.model.step(batch_size)
+        return self.traced[batch_size]
+
+    def _computed(self, batch_size: int) -> Step:
+        further = batch_size / self.first.batch_size - 1
+        first, double = (np.array([work for _, *work in s.operations]) for s in (self.first, self.double))
+        work = (first + further * (double - first)).tolist()
+        first, double = (np.array(s.moments) + s.memory["input"] for s in (self.first, self.double))
+        peak = round((first + further * (double - first)).max())
+        operations = [(dtype, *w) for (dtype, *_), w in zip(self.first.operations, work, strict=True)]
+        return Step(operations, batch_size, {"of all kinds": peak}, self.first.parameters)
 
     def largest(self, room: float) -> int:
         """The largest batch whose step fits into so many bytes, to a hundredth of the room; 0 if none does."""
         for _ in range(12):
             low = max((size for size, found in self.traced.items() if found.peak <= room), default=0)
             high = min((size for size, found in self.traced.items() if found.peak > room), default=0)
-            if high == low + 1 or (low and room - self.traced[low].peak < max(CLOSE * room, self.slope)):
+            if high == low + 1 or (low and room - self.traced[low].peak < CLOSE * room):
                 return low
             guess = self._guess(low, high, room)
             if any(start <= low and high <= end for start, end in self.straight if high):
                 return guess
             before = self._line(low, high, guess) if low and high else 0.0
-            self.traced[guess] = self.model.step(guess)
-            if before and abs(self.traced[guess].peak - before) < CLOSE / 10 * before:
+            peak = self.step(guess).peak
+            if before and abs(peak - before) < CLOSE / 10 * before:
                 self.straight.append((low, high))
         return low
 
@@ -188,12 +221,10 @@ class Growth:
         if low and high:
             slope = (self.traced[high].peak - self.traced[low].peak) / (high - low)
             return min(max(int(low + (room - self.traced[low].peak) / slope), low + 1), high - 1)
-        sizes = sorted(self.traced)[-2:] if low else sorted(self.traced)[:2]
-        if len(sizes) > 1 and self.traced[sizes[1]].peak > self.traced[sizes[0]].peak:
-            self.slope = (self.traced[sizes[1]].peak - self.traced[sizes[0]].peak) / (sizes[1] - sizes[0])
-        start = sizes[-1] if low else sizes[0]
-        guess = int(start + (room - self.traced[start].peak) / self.slope)
-        return min(guess, 64 * low) if low else min(max(guess, 1), high - 1)
+        nearer, farther = sorted(self.traced)[-2:] if low else sorted(self.traced)[:2]
+        slope = (self.traced[farther].peak - self.traced[nearer].peak) / (farther - nearer)  # flat where weights decide
+        guess = int(nearer + (room - self.traced[nearer].peak) / max(slope, 1.0))
+        return min(max(guess, low + 1), 64 * low) if low else min(max(guess, 1), high - 1)
 
     def _line(self, low: int, high: int, size: int) -> float:
         share = (size - low) / (high - low)
@@ -201,13 +232,18 @@ class Growth:
 
     def seconds(self, batch_size: int, machine: Machine, compute: str) -> float:
         """The least time of a step of this batch."""
-        if batch_size in self.traced:
-            return _seconds(self.traced[batch_size], machine, compute)
+        if self.lines or batch_size in self.traced:
+            return _seconds(self.step(batch_size), machine, compute)
         nearest = sorted(self.traced.values(), key=lambda found: abs(found.batch_size - batch_size))[:2]
         low, high = sorted(nearest, key=lambda found: found.batch_size)
         before, after = (_seconds(found, machine, compute) for found in (low, high))
         share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
         return before + share * (after - before)
+
+
+def _same_operations(one: Step, other: Step) -> bool:
+    formats, others = ([dtype for dtype, *_ in found.operations] for found in (one, other))
+    return formats == others and 0 < len(one.moments) == len(other.moments)
 
 
 def _seconds(found: Step, machine: Machine, compute: str) -> float:
@@ -238,7 +274,7 @@ def estimate(argv: Sequence[str]) -> int:
     shapes = {_traced_as(numbers): None for numbers in asked}
     growths = {}
     for shape, model in zip(shapes, models(config, list(shapes)), strict=True):
-        growths[shape] = Growth(model, model.step(config.batch_size))
+        growths[shape] = Growth(model, config.batch_size)
     _show(config, {numbers: growths[_traced_as(numbers)] for numbers in asked})
     return 0
 
@@ -265,7 +301,7 @@ def _show(config: Config, growths: dict[Precision, Growth]) -> None:
     from rich.table import Table
 
     console = Console(width=190)
-    first = {numbers: growth.traced[config.batch_size] for numbers, growth in growths.items()}
+    first = {numbers: growth.first for numbers, growth in growths.items()}
     baseline = next(iter(first.values()))
     here = this_cpu(growths)
     about = f"{config.recipe}: {baseline.parameters / 1e6:,.1f} M parameters"

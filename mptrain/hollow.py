@@ -102,6 +102,7 @@ class Shapes(TorchDispatchMode):
             aten._ctc_loss.Tensor: self.ctc_loss,
             aten._unique2.default: self.unique,
             aten.mkldnn_rnn_layer.default: self.recurrent,
+            aten.mkldnn_rnn_layer_backward.default: self.recurrent_backward,
             aten.zeros_like.default: self.zeros_like,
             aten.index_put_.default: self.index_put_,
             aten.bitwise_or.Tensor: self.bitwise_or,
@@ -109,6 +110,8 @@ class Shapes(TorchDispatchMode):
         }
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device
         rule = self.rules.get(func)
         if rule is not None and any(isinstance(t, FakeTensor) for t in tree_leaves((args, kwargs))):
             return rule(func, *args, **(kwargs or {}))
@@ -156,6 +159,11 @@ class Shapes(TorchDispatchMode):
         hidden, train = rest[4].shape[-1], rest[-1]
         size = workspace(x.dtype, time, batch, x.shape[-1], hidden) if train else 0
         return *results, self.empty(size, dtype=torch.uint8)
+
+    def recurrent_backward(self, func, *args: Any) -> tuple[Tensor, ...]:
+        """oneDNN gives one gradient for the two biases."""
+        inputs, input_weight, hidden_weight, bias, _, *state = func(*args)
+        return inputs, input_weight, hidden_weight, bias, bias, *state
 
     def zeros_like(self, func, x: Tensor, **options: Any) -> Tensor:
         result = func(x, **options)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import _TOTAL_KEY, MemTracker, _MemRefType
+from torch.distributed._tools.mod_tracker import ModTracker
 from torch.optim import Optimizer
 
 KINDS = {
@@ -21,6 +22,16 @@ KINDS = {
 """What MemTracker calls a kind of tensor -> what we call it; "copies" are master copies and averages."""
 
 
+class _Entered(ModTracker):
+    """Tells of every module that is entered, and of nothing else."""
+
+    def _fw_pre_hook(self, mod: nn.Module, input: Any) -> None:
+        self._user_pre_fw_hook(mod, input)  # type: ignore[misc]
+
+    def _fw_post_hook(self, mod: nn.Module, input: Any, output: Any) -> None:
+        pass
+
+
 class StepMemory(MemTracker):
     """MemTracker for the whole of a step, in which a network may run more than once (accumulation, discriminators).
 
@@ -33,6 +44,9 @@ class StepMemory(MemTracker):
 
     def __init__(self, held: Iterable[Tensor], models: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()):
         super().__init__()
+        self._mod_tracker = _Entered()
+        self.moments: list[int] = []
+        """bytes of live tensors at the start and after every operation"""
         self.track_external(*held)
         for model in models:
             for parameter in model.parameters():
@@ -44,7 +58,7 @@ class StepMemory(MemTracker):
 
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
         if module not in self.memory_tracking:
-            self.memory_tracking[module] = True
+            self.memory_tracking.update(dict.fromkeys(module.modules(), True))
             self._track_module_params_and_buffers(module)
 
     def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -56,7 +70,16 @@ class StepMemory(MemTracker):
     def _post_bw_hook(self, module: nn.Module, args: Any) -> None:
         pass
 
+    def __enter__(self) -> StepMemory:
+        self._note_moment()
+        super().__enter__()
+        return self
+
+    def _note_moment(self) -> None:
+        self.moments.append(sum(now[_TOTAL_KEY] for now in self._curr_mem_snap.values()))
+
     def _update_peak_stats(self, peak_state: Any) -> None:
+        self._note_moment()
         for place, now in self._curr_mem_snap.items():
             if self._peak_mem.get(place, 0) < now[_TOTAL_KEY]:
                 self._peak_mem[place], self._peak_mem_snap[place] = now[_TOTAL_KEY], dict(now)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from mptrain import compose, files, hollow
 from mptrain.config import check
@@ -12,6 +13,7 @@ from mptrain.memory import StepMemory
 from mptrain.precision import hardware
 from mptrain.precision.modes import Precision
 from mptrain.results.record import Record
+from mptrain.roofline import Operations
 from mptrain.tasks.classify import Classify
 from mptrain.train import Run
 
@@ -84,7 +86,7 @@ class Convex:
 @pytest.mark.parametrize("room", [1000, 3049, 3050, 5000, 7999, 8000, 8070, 100_000, 10**9])
 def test_largest_batch_is_the_largest_that_fits(room):
     model = Convex()
-    growth = Growth(model, model.step(20))
+    growth = Growth(model, 20)
     found = growth.largest(room)
     fits = [size for size in (found, found + 1 + found // 50) if size and model.step(size).peak <= room]
     assert fits == ([found] if found else [])
@@ -96,7 +98,7 @@ def test_largest_batch_is_the_largest_that_fits(room):
 
 def test_where_memory_was_seen_to_be_straight_nothing_is_traced():
     model = Convex()
-    growth = Growth(model, model.step(1000))
+    growth = Growth(model, 1000)
     sizes = [growth.largest(room) for room in (10**7, 5 * 10**6, 2 * 10**6, 10**6)]
     assert all(
         0 <= room - 70 * size - 1000 <= CLOSE * room
@@ -105,9 +107,37 @@ def test_where_memory_was_seen_to_be_straight_nothing_is_traced():
     assert len(model.asked) <= 5
 
 
-def test_batches_repeat_their_samples():
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+@pytest.mark.parametrize(("recipe", "rel"), [("language", 2e-4), ("resnet", 1e-12)])  # oneDNN rounds its workspaces
+def test_two_traced_steps_tell_all_others(recipe, rel):
+    config = small(recipe, "bf16")
+    (model,) = models(config, [config.numbers])
+    growth = Growth(model, 6)
+    computed = growth.step(42)
+    model.step(84)  # a step before, of which something may be kept
+    traced = model.step(42)
+    assert computed.peak == pytest.approx(traced.peak, rel=rel)
+    for (dtype, *work), (other, *other_work) in zip(computed.operations, traced.operations, strict=True):
+        assert dtype == other
+        assert work == pytest.approx(other_work, rel=2e-3)
+    assert 41 <= growth.largest(computed.peak) <= 42
 
+
+def test_a_loop_over_pictures_has_other_operations_in_a_larger_batch():
+    config = small("ssd", batch_size=2)
+    (model,) = models(config, [config.numbers])
+    growth = Growth(model, 2)
+    assert not growth.lines
+    assert growth.step(3).peak == model.step(3).peak
+
+
+def test_asking_for_a_device_moves_nothing():
+    found = []
+    with FakeTensorMode(), Operations(found):
+        assert torch.empty(10).device.type == "cpu"
+    assert sum(size for _, _, size in found) == 0
+
+
+def test_batches_repeat_their_samples():
     given = {"pictures": torch.rand(2, 3, 4, 4), "labels": torch.tensor([7, 8]), "drawn": torch.arange(5), "tries": 9}
     given |= {"targets": [{"boxes": torch.rand(1, 4)}, {"boxes": torch.rand(3, 4)}], "first": True}
     batch = hollow.batch(given, FakeTensorMode(), 2, 5)
