@@ -18,6 +18,7 @@ _HOME = {
     "loss_scaler": "mptrain.precision.scaling",
     "Record": "mptrain.results.record",
     "UserError": "mptrain.errors",
+    "compare": "mptrain.results.compare",
     "Watch": "mptrain.watch.hook",
 }
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Record",
     "UserError",
     "Watch",
+    "compare",
     "loss_scaler",
 ]
 
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from mptrain.precision.counting import Counter
     from mptrain.precision.modes import Precision
     from mptrain.precision.scaling import DynamicSettings, loss_scaler
+    from mptrain.results.compare import compare
     from mptrain.results.record import Record
     from mptrain.watch.hook import Watch
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mptrain import files
 from mptrain.errors import UserError
@@ -112,3 +113,12 @@ def test_emulated_and_native_bfloat16_give_the_same_formats():
             assert y.dtype == torch.bfloat16 and y.softmax(-1).dtype == torch.float32
     with Precision.load("bf16", kernels="emulated").arithmetic():
         assert torch.equal(torch.mm(x, x.t()), (x.bfloat16().float() @ x.bfloat16().float().t()).bfloat16())
+
+
+def test_devices_by_any_of_their_names():
+    fp16 = Precision.load("fp16")
+    for device in ("cpu", "cpu:0", torch.device("cpu")):
+        assert fp16.backend(device) == "emulated" and fp16.arithmetic(device).device_type == "cpu"
+    for device in ("gpu", "mps", None):
+        with pytest.raises(UserError, match=f"device={device}: give cpu or cuda"):
+            fp16.arithmetic(device)

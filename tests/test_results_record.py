@@ -2,6 +2,7 @@ import json
 import os
 
 import pytest
+import torch
 from tiny.runs import started
 
 from mptrain.errors import UserError
@@ -188,3 +189,19 @@ def test_differences():
 
 def test_finite():
     assert finite({"a": (1.5, float("nan"))}) == {"a": [1.5, None]}
+
+
+def test_settings_of_a_loop_of_one_s_own(tmp_path):
+    settings = {"betas": (0.9, 0.999), "data": tmp_path, "clip": float("nan"), "lr": torch.tensor(0.5)}
+    for _ in range(2):
+        with Record(tmp_path / "run").opened(settings, set()) as record:
+            record.log({"loss": torch.tensor(0.25, requires_grad=True)})
+    assert record.metrics.read_text() == '{"loss": 0.25}\n' * 2
+    with (
+        pytest.raises(UserError, match="configuration a.b: a Tensor cannot be kept; give numbers, text or lists"),
+        Record(tmp_path / "other").opened({"a": {"b": torch.ones(2)}}, set()),
+    ):
+        pass
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(UserError, match="status=done: give finished, diverged, failed"):
+        record.finish("done", None, {})

@@ -41,6 +41,14 @@ def cpu_has_bfloat16() -> bool:
     return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def kind(device: str | torch.device) -> str:
+    """cpu or cuda, of a device or its name; raises UserError for any other."""
+    name = str(device).partition(":")[0]
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"device={device}: give cpu or cuda")
+    return name
+
+
 def resolve(name: str) -> torch.device:
     """`auto`, `cpu`, `cuda` or `cuda:1` as a device that is there; raises UserError if it is not."""
     if name == "auto":

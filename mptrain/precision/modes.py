@@ -13,6 +13,7 @@ from mptrain import files
 from mptrain.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from mptrain.precision.arithmetic import Arithmetic
@@ -86,20 +87,23 @@ class Precision:
 
     # What needs torch.
 
-    def backend(self, device_type: str) -> str:
+    def backend(self, device_type: str | torch.device) -> str:
         """ "native" where the device's own kernels compute the dot products, "emulated" where FP32 kernels do."""
         from mptrain.precision import hardware
 
+        device_type = hardware.kind(device_type)
         return "emulated" if self.kernels == "emulated" or not hardware.is_native(self, device_type) else "native"
 
-    def arithmetic(self, device_type: str = "cpu", counter: Counter | None = None) -> Arithmetic:
+    def arithmetic(self, device_type: str | torch.device = "cpu", counter: Counter | None = None) -> Arithmetic:
         """The autocast region of this precision: `with arithmetic: loss = loss_function(model(x).float(), y)`.
 
-        Raises UserError for a counter where nothing is rounded by us: native kernels, FP32 and TF32.
+        Raises UserError for a device that is neither a CPU nor a CUDA GPU, and for a counter where nothing is rounded
+        by us: native kernels, FP32 and TF32.
         """
-        from mptrain.precision import policy
+        from mptrain.precision import hardware, policy
         from mptrain.precision.arithmetic import Arithmetic
 
+        device_type = hardware.kind(device_type)
         if counter is not None and (self.backend(device_type) == "native" or self.compute == "tf32"):
             raise UserError(
                 f"count=true counts what rounding to 16 or 8 bits does where it is emulated; precision={self.name} "

@@ -265,7 +265,7 @@ def loss_scaler(
         from mptrain.precision.layerwise import LayerwiseScaler
 
         if models is None:
-            raise UserError("scale=layerwise needs the networks: LayerwiseScaler({'model': model})")
+            raise UserError("scale=layerwise needs the networks: loss_scaler('layerwise', models={'model': model})")
         return LayerwiseScaler(models, settings, **layerwise)
     return StaticScaler(check_scale(scale))
 

@@ -90,11 +90,12 @@ class Record:
 
         cosmetic: keys that may change. later: values of keys that folders of older versions lack.
 
-        Raises UserError if another process holds it, if it belongs to another configuration (cosmetic keys apart), or
-        if it cannot be written.
+        Raises UserError for a configuration that yaml cannot hold, if another process holds the folder, if it belongs
+        to another configuration (cosmetic keys apart), or if it cannot be written.
         """
         import fcntl
 
+        config = {key: _plain(value, str(key)) for key, value in config.items()}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / "lock").exists():
@@ -172,7 +173,7 @@ class Record:
         return True
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Appends one line to metrics.jsonl."""
+        """Appends one line to metrics.jsonl; a tensor of one number is taken for it."""
         if self._log is None:
             self._log = open(self.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by `opened`
         with _naming(self.metrics):
@@ -193,7 +194,12 @@ class Record:
             os.truncate(self.metrics, min(length, self.metrics.stat().st_size))
 
     def finish(self, status: str, reason: str | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes summary.json: finished | diverged | failed, why, and everything the table needs."""
+        """Writes summary.json: finished | diverged | failed, why, and everything the table needs.
+
+        Raises UserError for another status.
+        """
+        if status not in STATUSES:
+            raise UserError(f"status={status}: give {', '.join(STATUSES)}")
         self.flush()
         summary = finite({"schema": SCHEMA, "status": status, "reason": reason, **fields})
         write_atomically(self.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
@@ -205,12 +211,31 @@ class Record:
 
 
 def finite(value: Any) -> Any:
-    """The same data with NaN and infinities as null, which strict JSON can hold."""
+    """The same data as strict JSON holds it: NaN and infinities as null, numbers of torch and NumPy as numbers."""
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _plain(value: Any, key: str) -> Any:
+    """Data as yaml gives it back; UserError for what it cannot hold."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, key) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    raise UserError(
+        f"configuration {key}: a {type(value).__name__} cannot be kept; give numbers, text or lists of them"
+    )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignore: set[str], prefix: str = "") -> list[str]:
@@ -222,7 +247,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignore: set[s
         a, b = before.get(key), now.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             found += differences(a, b, ignore, f"{prefix}{key}.")
-        elif a != b:
+        elif a != b and (a == a or b == b):  # NaN is the same setting again
             found.append(f"{prefix}{key}: {_short(a)} -> {_short(b)}")
     return found
 
