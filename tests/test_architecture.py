@@ -26,6 +26,7 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "hollow": set(),
     "layout": {"config", "precision"},
     "roofline": {"gpus", "precision"},
+    "growth": {"gpus", "roofline"},
     "config": {"files", "options", "paper", "precision.modes"},
     "optim": {"files", "options"},
     "measure": {"precision", "memory"},
