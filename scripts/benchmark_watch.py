@@ -6,7 +6,8 @@ One network is trained; blocks of N steps of each way alternate in one process, 
 Printed are the medians over blocks of the ratios within a round, in processor and in wall seconds. The usual hooks are
 what people write first: least, largest and mean value of every output, gradient of an output and weight gradient of
 every module that owns parameters, each fetched by `.item()`; they count and bin nothing. Then more and more layers are
-watched: what one collection adds to a step.
+watched: what one collection adds to a step. A collection is a fiftieth of a block, less than blocks differ by on a busy
+machine; single steps, many of them, tell more of it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from mptrain.config import check
 from mptrain.progress import Progress
 from mptrain.results.record import Record
 from mptrain.train import Run
+
+LOOKS = 5
+"""Single steps for each block of them."""
 
 
 class Subject:
@@ -145,16 +149,25 @@ def ratios(subject: Subject, every: int, blocks: int) -> Iterator[list[str]]:
         yield [f"{Spread.of(plain).median * 1e3:.1f} ms", name, *processor, *wall]
 
 
-def growth(subject: Subject, blocks: int) -> Iterator[list[str]]:
+def growth(subject: Subject, every: int, rounds: int) -> Iterator[list[str]]:
     whole = len(subject.watch.names)
     counts = sorted({1, max(1, whole // 4), max(1, whole // 2), whole})
+    rows: dict[int, int] = {}
+
+    def looking(layers: int) -> Callable[[int], None]:
+        def run(_steps: int) -> None:
+            subject.look(layers)
+            rows[layers] = len(subject.watch.rows)
+
+        return run
+
     loops = {"0": benchmarking.timed(subject.plain)}
-    loops |= {str(n): benchmarking.timed(lambda steps, n=n: subject.look(n)) for n in counts}
-    times = benchmarking.alternate(loops, 1, blocks)
+    loops |= {str(n): benchmarking.timed(looking(n)) for n in counts}
+    times = benchmarking.alternate(loops, 1, rounds)
+    plain = Spread.of(times["0"]).median
     for n in counts:
         more = Spread.of([(a - b) * 1e3 for a, b in zip(times[str(n)], times["0"], strict=True)])
-        rows = len(subject.watch.rows)
-        yield [f"{n} of {whole}", *more.cells(1), f"{rows} rows" if n == whole else ""]
+        yield [f"{n} of {whole}", str(rows[n]), *more.cells(1), f"{more.median / (every * plain * 1e3):.1%}"]
 
 
 def main() -> None:
@@ -171,19 +184,21 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 subject = Subject(recipe, precision, options.every, Path(folder) / "run")
                 first += [[f"{recipe}, {precision}", *row] for row in ratios(subject, options.every, options.blocks)]
-                second += [[f"{recipe}, {precision}", *row] for row in growth(subject, options.blocks)]
+                second += [
+                    [f"{recipe}, {precision}", *row] for row in growth(subject, options.every, LOOKS * options.blocks)
+                ]
                 subject.progress.__exit__(None)
     about = (
         f"Ratios to an unwatched block of {options.every} steps in the same round; medians of {options.blocks} rounds, "
         "with quartiles. Ends and norms are of every element, counts of about 16,384 of a larger tensor "
-        "(`watch.sample`; null: of all, which costs six times as much on the ResNet). The usual hooks "
-        "fetch three numbers of each tensor."
+        "(`watch.sample`; null: of all). The usual hooks fetch three numbers of each tensor."
     )
     header = ["run", "unwatched step", "", "ratio", "quartiles", "ratio (wall)", "quartiles"]
     parts = [
         benchmarking.table(header, first),
-        "What one collection adds to a step, by the number of layers that are watched:",
-        benchmarking.table(["run", "layers", "added, ms", "quartiles", "for"], second),
+        "What one collection adds to a step, by the number of layers that are watched; medians of "
+        f"{LOOKS * options.blocks} single steps of each kind, and what that makes of {options.every} unwatched ones:",
+        benchmarking.table(["run", "layers", "rows", "added, ms", "quartiles", f"of {options.every} steps"], second),
     ]
     benchmarking.report(options.out, "What watching costs", about, parts)
 
