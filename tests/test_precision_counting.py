@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mptrain.errors import UserError
-from mptrain.precision.blocks import runs
+from mptrain.precision.blocks import Shelf, runs
 from mptrain.precision.counting import KINDS, Counter, count
 from mptrain.precision.modes import Precision
 
@@ -46,7 +46,7 @@ def test_bfloat16_by_hand():
 def test_of_a_larger_tensor_pairs_of_a_sample_are_counted(order):
     before = torch.randn(4, 8, 6, 6, generator=torch.Generator().manual_seed(0)) * 2.0**-25
     after = before.half().contiguous(memory_format=order)
-    counter = Counter(sample=100)
+    counter = Counter(sample=100, shelf=Shelf())
     counter.add("a", "forward", before, after)
     small = torch.randn(100) * 2.0**-25
     counter.add("b", "forward", small, small.half())
@@ -59,7 +59,7 @@ def test_of_a_larger_tensor_pairs_of_a_sample_are_counted(order):
     assert counter.sizes == {("a", "forward"): before.numel(), ("b", "forward"): 100}
     assert counter.totals["a", "forward"][KINDS.index("flushed")] > 20
     for few in (1, 15, 17):
-        assert 0 < len(runs(before.flatten(), few)) <= 16
+        assert 0 < runs(before.flatten(), few).numel() <= 16
 
 
 def test_negative_zero_after_rounding_is_a_flush():

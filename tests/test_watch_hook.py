@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as every_module
 
 import mptrain
+from mptrain.precision import blocks
 from mptrain.watch import collection, store
 from mptrain.watch.store import Store, read_part
 
@@ -184,7 +185,7 @@ def test_evaluation_in_between_is_not_seen_and_nothing_stays_attached(tmp_path):
 def test_what_one_layer_hands_to_the_next_is_measured_once(monkeypatch):
     measured = []
     plain = collection.measure
-    monkeypatch.setattr(collection, "measure", lambda t, sample: measured.append(t.shape) or plain(t, sample))
+    monkeypatch.setattr(collection, "measure", lambda t, *how: measured.append(t.shape) or plain(t, *how))
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 3))
     watch = mptrain.Watch(model)
     model(torch.ones(2, 4)).sum().backward()
@@ -192,6 +193,23 @@ def test_what_one_layer_hands_to_the_next_is_measured_once(monkeypatch):
     assert len(rows_of(watch, "input")) == len(rows_of(watch, "output")) == 3
     assert measured.count((2, 5)) == 4  # two outputs, two gradients; the inputs are the outputs
     assert rows_of(watch, "input", "1")[0]["norm"] == rows_of(watch, "output", "0")[0]["norm"]
+
+
+def test_what_is_kept_is_measured_in_between_once_it_is_much(monkeypatch):
+    def rows():
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        watch = train(model, optimizer, 2, lambda **kw: mptrain.Watch(model, optimizer, 1, sample=8, **kw), "fp16",
+                      accumulate=3)  # fmt: skip
+        return watch.rows
+
+    plain = rows()
+    settled = []
+    monkeypatch.setattr(blocks.Shelf, "full", property(lambda shelf: shelf._used > 99))
+    clear = blocks.Shelf.clear
+    monkeypatch.setattr(blocks.Shelf, "clear", lambda shelf: settled.append(1) or clear(shelf))
+    assert rows() == plain and len(settled) > 9
 
 
 def test_two_optimizers_keep_their_own_gradients():

@@ -32,6 +32,37 @@ class Scratch(threading.local):
 scratch = Scratch()
 
 
+class Shelf:
+    """FP32 memory for what is kept until a step is over; the next one uses it again.
+
+    Small copies strewn among the large tensors of a step would keep the memory around them from being used again, and
+    each page that is taken instead costs a fault.
+    """
+
+    FULL = 64
+    """Megabytes from which on it is time to be done with what is kept."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self._at = self._used = 0
+
+    @property
+    def full(self) -> bool:
+        return self._at >= self.FULL
+
+    def take(self, count: int) -> Tensor:
+        """Memory for so many numbers, at most BLOCK."""
+        if self._used + count > BLOCK:
+            self._at, self._used = self._at + 1, 0
+        if self._at == len(self._blocks):
+            self._blocks.append(torch.empty(BLOCK, dtype=torch.float32))
+        start, self._used = self._used, self._used + count
+        return self._blocks[self._at][start : start + count]
+
+
 def flat(tensor: Tensor) -> Tensor:
     """All elements in a row, in the order of memory where that needs no copy; of a sparse tensor those it holds."""
     tensor = tensor.detach()
@@ -55,7 +86,7 @@ RUN = 16
 
 
 def runs(row: Tensor, sample: int | None) -> Tensor:
-    """About `sample` elements in evenly spaced runs, which touch a sixteenth of the memory that `every` does.
+    """About `sample` elements in evenly spaced runs, [runs, elements]; they touch a sixteenth of the memory.
 
     For shares of numbers that no structure repeats in; of the rows of an embedding `every` sees more.
     """
@@ -63,7 +94,7 @@ def runs(row: Tensor, sample: int | None) -> Tensor:
         return row
     distance = min(row.numel(), row.numel() // max(1, sample // RUN) | 1)
     step = row.stride(0)
-    return row.as_strided((row.numel() // distance, min(RUN, distance)), (distance * step, step)).reshape(-1)
+    return row.as_strided((row.numel() // distance, min(RUN, distance)), (distance * step, step))
 
 
 def blocks(row: Tensor) -> Iterator[Tensor]:

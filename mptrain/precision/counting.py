@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mptrain.precision.blocks import BLOCK, blocks, flat, how_many, runs, scratch
+from mptrain.precision.blocks import BLOCK, Shelf, blocks, flat, how_many, runs, scratch
 from mptrain.precision.formats import OF_DTYPE
 
 DIRECTIONS = ("input", "weight", "forward", "grad_output", "grad_input", "grad_weight")
@@ -67,23 +67,19 @@ def _sampled(before: Tensor, after: Tensor, sample: int | None) -> tuple[Tensor,
         return before, after
     if before.stride() != after.stride():  # then their orders in memory differ
         before, after = before.reshape(-1), after.reshape(-1)
-    return runs(flat(before), sample), runs(flat(after), sample)
-
-
-MOST_KEPT = 256
-"""Samples that wait to be counted."""
+    return runs(flat(before), sample).reshape(-1), runs(flat(after), sample).reshape(-1)
 
 
 class Counter:
     """Adds up `count` per layer and direction; layers are named by the module that was running.
 
-    sample: of a larger tensor, look at about so many elements; unset, at all. sizes: the elements of all
-    tensors together. A sample on a CPU is kept and rounded once more when it is counted, by `settle`: between two
-    kernels that leave nothing of ours in the caches, counting would take several times as long.
+    sample: of a larger tensor, look at about so many elements; unset, at all. sizes: the elements of all tensors
+    together. With a shelf a sample on a CPU is kept there, and rounded once more when it is counted, by `settle`:
+    between kernels that leave nothing of ours in the caches, counting would take several times as long.
     """
 
-    def __init__(self, sample: int | None = None) -> None:
-        self.sample = sample
+    def __init__(self, sample: int | None = None, shelf: Shelf | None = None) -> None:
+        self.sample, self.shelf = sample, shelf
         self.sizes: dict[tuple[str, str], int] = defaultdict(int)
         self.totals: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.tensor(0))
         self._running: list[str] = [""]
@@ -109,16 +105,22 @@ class Counter:
     def add(self, layer: str, direction: str, before: Tensor, after: Tensor) -> None:
         key = layer, direction
         self.sizes[key] += before.numel()
-        if self.sample is not None and before.device.type == "cpu" and after.dtype in BITS:
-            self._kept.append((key, runs(flat(before), self.sample), after.dtype))
-            if len(self._kept) == MOST_KEPT:
-                self.settle()
+        if self._keeps(before, after):
+            assert self.shelf is not None
+            part = runs(flat(before), self.sample)
+            self._kept.append((key, self.shelf.take(part.numel()).view(part.shape).copy_(part), after.dtype))
         else:
             self.totals[key] = self.totals[key] + count(*_sampled(before, after, self.sample))
+
+    def _keeps(self, before: Tensor, after: Tensor) -> bool:
+        if self.shelf is None or self.shelf.full or self.sample is None or self.sample > BLOCK // 2:
+            return False
+        return before.device.type == "cpu" and after.dtype in BITS and before.dtype == torch.float32
 
     def settle(self) -> None:
         """Brings `totals` up to date."""
         for key, before, dtype in self._kept:
+            before = before.view(-1)
             self.totals[key] = self.totals[key] + count(before, before.to(dtype))
         self._kept.clear()
 

@@ -29,6 +29,7 @@ class Collection:
 
     def __init__(self, watch: Watch):
         self.watch = watch
+        watch.shelf.clear()
         self.measured: dict[tuple[str, str, str], list[Measured]] = {}
         self.dtypes: dict[tuple[str, str, str], torch.dtype] = {}
         self.order: dict[str, int] = {}
@@ -36,7 +37,7 @@ class Collection:
         self.closed: set[nn.Parameter] = set()
         self.before: dict[nn.Parameter, Tensor] = {}
         self.full: dict[nn.Parameter, Tensor] = {}
-        self.products = Products(watch.models, watch.arithmetic, watch.sample)
+        self.products = Products(watch.models, watch.arithmetic, watch.sample, watch.shelf)
         self.muted = False
         self.known: dict[int, tuple[weakref.ref[Tensor], int, Measured]] = {}
         self.parameters = _parameters(watch)
@@ -74,13 +75,23 @@ class Collection:
         else:
             self.measured.setdefault(key, []).append(row)
         self.dtypes[key] = tensor.dtype
+        if self.watch.shelf.full:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Measures what was kept so far."""
+        found = iter(read([row for rows in self.measured.values() for row in rows]))
+        self.measured = {key: [next(found) for _ in rows] for key, rows in self.measured.items()}
+        self.known.clear()
+        self.products.settle()
+        self.watch.shelf.clear()
 
     def _measured(self, tensor: Tensor) -> Measured:
         """What one layer hands on and another takes, unchanged, is measured once."""
         known = self.known.get(id(tensor))
         version = 0 if tensor.is_inference() else tensor._version
         if known is None or known[0]() is not tensor or known[1] != version:
-            known = weakref.ref(tensor), version, measure(tensor, self.watch.sample)
+            known = weakref.ref(tensor), version, measure(tensor, self.watch.sample, self.watch.shelf)
             self.known[id(tensor)] = known
         return known[2]
 

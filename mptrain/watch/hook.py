@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mptrain.errors import UserError
+from mptrain.precision.blocks import Shelf
 from mptrain.watch.alarms import Alarm, Alarms, replay
 from mptrain.watch.collection import Collection
 from mptrain.watch.modules import named
@@ -74,6 +75,7 @@ class Watch:
         self.optimizers = list(given.values()) if isinstance(given, Mapping) else list(given)
         self.every, self.sample, self.scaler, self.arithmetic = every, sample, scaler, arithmetic
         self.on_alarm, self.rounded_updates = on_alarm, rounded_updates
+        self.shelf = Shelf()
         self.names = _chosen(self.models, [layers] if isinstance(layers, str) else list(layers))
         self.alarms = Alarms(floor)
         self.store = None if out is None else Store(Path(out) / "watch.parquet")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mptrain.precision.blocks import Shelf
 from mptrain.precision.counting import DIRECTIONS, KINDS, OPERANDS, Counter
 
 
@@ -26,8 +27,8 @@ def are_native(arithmetic: Any) -> bool:
 class Products:
     """The counts of one step; of a tensor larger than `sample` so many of its elements are looked at."""
 
-    def __init__(self, models: Mapping[str, nn.Module], arithmetic: Any, sample: int | None):
-        self.models, self.arithmetic, self.sample = models, arithmetic, sample
+    def __init__(self, models: Mapping[str, nn.Module], arithmetic: Any, sample: int | None, shelf: Shelf):
+        self.models, self.arithmetic, self.sample, self.shelf = models, arithmetic, sample, shelf
         self.counter: Counter | None = None
         self.before: dict[tuple[str, str], Tensor] = {}
         self.sizes: dict[tuple[str, str], int] = {}
@@ -39,7 +40,7 @@ class Products:
             return []
         handles: list[Any] = []
         if arithmetic.counter is None:
-            arithmetic.counter = Counter(self.sample)
+            arithmetic.counter = Counter(self.sample, self.shelf)
             handles.append(Undo(lambda: setattr(arithmetic, "counter", None)))
             handles += arithmetic.counter.watch(self.models.items())
         self.counter = arithmetic.counter
@@ -49,7 +50,7 @@ class Products:
 
     def shadow(self, run: Callable[[Any], Any]) -> None:
         """Counts a run of the coming batch, forward and backward, in the region that it is given."""
-        self.counter = Counter(self.sample)
+        self.counter = Counter(self.sample, self.shelf)
         handles = self.counter.watch(self.models.items())
         try:
             with unseen(self.models.values()):
@@ -57,6 +58,11 @@ class Products:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def settle(self) -> None:
+        """Counts what was kept so far."""
+        if self.counter is not None:
+            self.counter.settle()
 
     def rows(self, step: int, scale: float | None, order: Mapping[str, int]) -> list[dict[str, Any]]:
         """One row for each layer that ran and each direction."""

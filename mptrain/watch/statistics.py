@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mptrain.precision.blocks import every, flat
+from mptrain.precision.blocks import Shelf, every, flat
 from mptrain.precision.formats import FLOAT16
 from mptrain.watch.histogram import FLUSHED_BELOW, LOWEST, SUBNORMAL_BELOW, Histogram
 from mptrain.watch.sweep import OVERFLOWS_FROM, Sweep, norm, ordinary_ends, sweep
@@ -126,23 +126,25 @@ def describe(tensor: Tensor, scale: float = 1.0, sample: int | None = None) -> S
     return read([measure(tensor, sample)])[0].unscaled(scale)
 
 
-def measure(tensor: Tensor, sample: int | None = None) -> Measured:
+def measure(tensor: Tensor, sample: int | None = None, shelf: Shelf | None = None) -> Measured:
     """The numbers behind `Statistics`, on the tensor's device, without waiting for it; a CPU keeps small tensors.
 
     sample: of a larger tensor, look at about so many evenly spaced elements for counts, histogram and means; minimum,
     maximum and norm are always of all. Unset, all is exact. Numbers wider than FP32 are looked at as FP32.
+    shelf: where what is kept lies.
     """
     count = tensor.numel()
     if 0 < count <= (LARGEST if sample is None else min(sample, LARGEST)) and _keeps(tensor):
-        whole = tensor.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-        return Kept(count, whole.view(-1))
+        kept = _room(count, shelf)
+        kept.view(tensor.shape).copy_(tensor.detach())
+        return Kept(count, kept)
     with torch._C._DisableAutocast():  # whoever measures may stand in a region that casts, and asks at every operation
         whole = flat(tensor)
         part = every(whole, sample)
         count = whole.numel()
         if not count:
             return Statistics()
-        if whole.device.type == "cpu" and (found := _on_cpu(whole, part)) is not None:
+        if whole.device.type == "cpu" and (found := _on_cpu(whole, part, shelf)) is not None:
             return found
         return _row(whole, part)
 
@@ -154,17 +156,21 @@ def _row(whole: Tensor, part: Tensor) -> Row:
     return Row(whole.numel(), part.numel(), torch.cat([v.double() for v in values]))
 
 
-def _on_cpu(whole: Tensor, part: Tensor) -> Kept | Statistics | None:
+def _on_cpu(whole: Tensor, part: Tensor, shelf: Shelf | None) -> Kept | Statistics | None:
     """None for numbers that need more care."""
     ends = None
     if part is not whole and (ends := ordinary_ends(whole)) is None:
         return None
     if ends is not None and part.numel() <= LARGEST and _keeps(part):
-        return Kept(whole.numel(), torch.empty(part.numel(), dtype=torch.float32).copy_(part), ends, norm(whole))
+        return Kept(whole.numel(), _room(part.numel(), shelf).copy_(part), ends, norm(whole))
     if (found := sweep(part.contiguous())) is None:
         return None
     statistics = _of_sweep(part.numel(), found)
     return statistics if ends is None else _of_all(statistics, whole.numel(), ends, norm(whole))
+
+
+def _room(count: int, shelf: Shelf | None) -> Tensor:
+    return torch.empty(count, dtype=torch.float32) if shelf is None else shelf.take(count)
 
 
 def _keeps(tensor: Tensor) -> bool:
