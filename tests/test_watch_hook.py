@@ -371,3 +371,30 @@ def test_updates_that_half_weights_would_lose_are_counted_in_fp32():
     # 1 / 2^-12 and 3 / 2^-10 are over 2048, 1 / 2^-11 is not; zero weighs nothing, and what has no gradient is left out
     (row,) = rows_of(watch, "weight")
     assert (row["small_updates"], row["lost"]) == (2, None)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch's, about hooks it never meets here
+def test_compiled_networks_run_as_written_while_they_are_looked_at(tmp_path):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+    seen = {}
+    for name, wrap in (("plain", lambda m: m), ("compiled", lambda m: torch.compile(m, backend=counting))):
+        graphs = []
+
+        def counting(graph, inputs, graphs=graphs):
+            graphs.append(graph)
+            return graph.forward
+
+        model = wrap(copy.deepcopy(plain))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with mptrain.Watch(model, optimizer, every=2, layers=["0", "2"]) as watch:
+            for _ in range(6):
+                optimizer.zero_grad()
+                loss = model(torch.ones(4, 2)).sum()
+                loss.backward()
+                optimizer.step()
+                watch.step(loss)
+            seen[name] = [{k: v for k, v in row.items() if k != "step"} for row in watch.rows]
+    assert seen["compiled"] == seen["plain"] and len(graphs) == 1
+    model(torch.ones(5, 2))
+    assert len(graphs) == 2  # compiled again, now that nobody looks

@@ -13,7 +13,7 @@ from torch.nn.modules import module as every_module
 from torch.optim import Optimizer
 
 from mptrain.precision.blocks import every, flat
-from mptrain.watch.modules import tensors
+from mptrain.watch.modules import compiled, tensors
 from mptrain.watch.products import Products
 from mptrain.watch.statistics import Measured, Statistics, measure, read
 
@@ -51,6 +51,8 @@ class Collection:
         for optimizer in watch.optimizers:
             self.handles.append(optimizer.register_step_pre_hook(_weak(self._steps)))
         self.handles += self.products.follow()
+        if any(compiled(model) for model in watch.models.values()):
+            self.handles.append(_AsWritten())
         self._finalizer = weakref.finalize(watch, _remove, self.handles)
 
     def shadow(self, run: Callable[[Any], Any]) -> None:
@@ -216,6 +218,16 @@ def _weak(method: Any) -> Callable[..., None]:
             alive(*args)
 
     return call
+
+
+class _AsWritten:
+    """Compiled networks run as they are written: a compiler would take the hooks apart, anew for every step."""
+
+    def __init__(self) -> None:
+        self.stance = torch.compiler.set_stance("force_eager")
+
+    def remove(self) -> None:
+        self.stance.__exit__(None, None, None)
 
 
 def _remove(handles: list[Any]) -> None:
