@@ -1,7 +1,7 @@
 """Networks without numbers: a step runs through all of its operations, and nothing is computed or stored.
 
 Parameters and pictures are torch's FakeTensors, which know shape and format. What decides the course of a step stays
-real: labels, lengths and boxes of the batch, and whatever is computed from those alone. Where values that are
+real: labels, lengths, masks and boxes of the batch, and whatever is computed from those alone. Where values that are
 not there would decide a shape, `Shapes` settles it: the size that real numbers cannot exceed.
 """
 
@@ -59,8 +59,8 @@ def _empty(value: Tensor, fake: FakeTensorMode) -> Tensor:
 def batch(value: Any, fake: FakeTensorMode, samples: int, wanted: int) -> Any:
     """A batch of so many samples instead, repeated in turn; its pictures, sounds and texts hold no numbers.
 
-    Samples lie along the first dimension of tensors, or in lists; what is of another length stays. So do boxes and what
-    has one dimension: labels and lengths.
+    Samples lie along the first dimension of tensors, or in lists; what is of another length stays. So do boxes, masks,
+    and what has one dimension: labels and lengths.
     """
     if isinstance(value, dict):
         return {key: batch(item, fake, samples, wanted) for key, item in value.items()}
@@ -73,7 +73,7 @@ def batch(value: Any, fake: FakeTensorMode, samples: int, wanted: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     size = (wanted, *value.shape[1:]) if value.dim() and len(value) == samples else value.shape
-    if value.dim() > (2 if value.is_floating_point() else 1):
+    if value.dtype != torch.bool and value.dim() > (2 if value.is_floating_point() else 1):
         with fake:
             return torch.empty(size, dtype=value.dtype)
     return value if size == value.shape else value[torch.arange(wanted) % samples]

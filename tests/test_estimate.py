@@ -48,8 +48,9 @@ def small(recipe, precision="fp32", **changes):
 def test_memory_is_that_of_a_real_step(recipe):
     config = small(recipe)
     found = step(config, config.numbers)
-    rel = 0.05 if recipe == "yolo" else 0.001  # its loss costs a little for each box with an object: here for all
-    assert found.peak - found.memory["input"] == pytest.approx(measured(config), rel=rel)
+    # YOLO's loss costs a little for each box with an object, Faster R-CNN for each region kept: here for all
+    most = 1.05 if recipe in ("faster_rcnn", "yolo") else 1.001
+    assert 0.999 <= (found.peak - found.memory["input"]) / measured(config) <= most
 
 
 @pytest.mark.skipif(not hardware.cpu_has_bfloat16(), reason="this CPU has no BF16 kernels")
@@ -143,12 +144,14 @@ def test_asking_for_a_device_moves_nothing():
 
 def test_batches_repeat_their_samples():
     given = {"pictures": torch.rand(2, 3, 4, 4), "labels": torch.tensor([7, 8]), "drawn": torch.arange(5), "tries": 9}
+    given["hidden"] = torch.tensor([[True, False], [False, False]])
     given |= {"targets": [{"boxes": torch.rand(1, 4)}, {"boxes": torch.rand(3, 4)}], "first": True}
     batch = hollow.batch(given, FakeTensorMode(), 2, 5)
     assert isinstance(batch["pictures"], FakeTensor)
     assert batch["pictures"].shape == (5, 3, 4, 4)
     assert batch["labels"].tolist() == [7, 8, 7, 8, 7]
     assert [len(target["boxes"]) for target in batch["targets"]] == [1, 3, 1, 3, 1]
+    assert batch["hidden"].sum() == 3
     assert torch.equal(batch["drawn"], given["drawn"])
     assert (batch["tries"], batch["first"]) == (9, True)
 
