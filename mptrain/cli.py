@@ -49,8 +49,8 @@ keys (all of them, with their values: mptrain +recipe=NAME --cfg job)
   scale=       a number (static) | dynamic | layerwise | none; unset: what the precision needs
   seed= steps= batch_size= accumulate= clip= ema= device= threads=
   data=        the recipe's data set, or synthetic; data_dir= where it lies
-  precision.keep_fp32=[softmax,fc]   functions and modules that stay in FP32
-  watch=true   look inside the tensors: watch.parquet, alarms, TensorBoard (watch.every=10 watch.layers=[fc])
+  precision.keep_fp32=[softmax,classifier]   functions and modules that stay in FP32
+  watch=true   look inside the tensors: watch.parquet, alarms, TensorBoard (watch.every=10 watch.layers=[classifier])
   out=FOLDER   where this run goes; unset: a folder of its own in results/runs
 
 The same command resumes an interrupted run and does not repeat a finished one.

@@ -1,10 +1,14 @@
+import fnmatch
+import re
 import sys
 
 import pytest
 from torch import nn
 
-from mptrain import models
+from mptrain import files, models
 from mptrain.errors import UserError
+from mptrain.models.preact_resnet import preact_resnet8
+from mptrain.precision import policy
 
 MINE = """
 from torch import nn
@@ -49,3 +53,15 @@ def test_a_network_of_the_current_folder(folder):
 def test_what_is_no_network_is_said(folder, path, message):
     with pytest.raises(UserError, match=message):
         models.build(path, num_classes=3)
+
+
+def test_modules_that_the_documents_name_are_there():
+    """Whoever types an example of theirs with recipe resnet is not told that there is no such module."""
+    root = files.folder("recipes").parent
+    shown = ["README.md", "recipes/README.md", "mptrain/cli.py", "configs/config.yaml"]
+    text = " ".join((root / name).read_text(encoding="utf-8") for name in shown)
+    examples = re.findall(r"(?:keep_fp32=|watch\.layers=|e\.g\. )\[([^]]*)\]", text)
+    paths = [path for path, _ in preact_resnet8().named_modules()]
+    assert len(examples) >= 6
+    for pattern in ",".join(examples).replace('"', "").split(","):
+        assert pattern in policy.FUNCTIONS or fnmatch.filter(paths, pattern), pattern

@@ -253,7 +253,7 @@ def _keep_modules_fp32(models: dict[str, nn.Module], keep_fp32: tuple[str, ...])
             near = difflib.get_close_matches(pattern, sorted(policy.FUNCTIONS) + paths, n=2)
             raise UserError(
                 f"precision.keep_fp32: '{pattern}' is neither a function nor a module of this network; "
-                + (f"did you mean {' or '.join(near)}? " if near else "")
+                + (f"did you mean {' or '.join(near)}? " if near else f"modules are {', '.join(_outermost(paths))}; ")
                 + "functions are called as in torch (softmax, conv2d), modules by path or pattern (layer1.*)"
             )
         for module in found:
@@ -263,6 +263,11 @@ def _keep_modules_fp32(models: dict[str, nn.Module], keep_fp32: tuple[str, ...])
                     "computed as one; name the attention module itself"
                 )
             module.forward = types.MethodType(_fp32_forward, module)  # type: ignore[method-assign]
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    """The first few paths, from the outermost in."""
+    return sorted(paths, key=lambda path: (path.count("."), path))[:8]
 
 
 def _is_attention(module: nn.Module) -> bool:
