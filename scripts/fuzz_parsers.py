@@ -231,6 +231,7 @@ def seeds(name: str) -> list[bytes]:
 
         row = {**dict.fromkeys(TEXT, "a"), **dict.fromkeys(WHOLE, 1), **dict.fromkeys(REAL, 0.5), "exponents": [1]}
         store = Store(ROOM / "seed")
+        store.cut(0)
         store.add([row, {**row, "step": 9}])
         store.flush()
         return [(ROOM / "seed" / "000000009.parquet").read_bytes()]
