@@ -117,6 +117,12 @@ def test_a_sample_keeps_the_extremes_and_the_norm():
     assert len(every(x, 1000)) == s.sampled
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_norm_of_millions_is_that_of_float64(dtype):
+    x = torch.linspace(0.5, 4.0, 3_000_001).to(dtype)
+    assert describe(x, sample=1000).norm == pytest.approx(x.double().norm().item(), rel=2e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("place", "value"), [(5, 0.0), (5, math.nan), (5, -math.inf), (slice(9, None), 1e-20), (slice(None), 0.0)]
