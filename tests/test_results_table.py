@@ -358,9 +358,8 @@ def test_another_baseline(tmp_path):
 def test_a_baseline_nobody_ran_is_a_mistake(tmp_path, capsys):
     put(tmp_path / "a", summary())
     assert compare([str(tmp_path), "--baseline", "fp31"]) == 1
-    assert (
-        capsys.readouterr().err == "No run has precision fp31; there are fp32. Type: mptrain compare --baseline fp32.\n"
-    )
+    said = "mptrain: No run has precision fp31; there are fp32. Type: mptrain compare --baseline fp32.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_seeds_without_partner_are_said(tmp_path):
@@ -594,7 +593,7 @@ def test_regressions_beyond_noise_are_marked_and_end_with_status_3(tmp_path, cap
 
 def test_between_asks_for_two_folders(tmp_path, capsys):
     assert compare([str(tmp_path), "--between"]) == 1
-    assert capsys.readouterr().err.startswith("--between takes two folders, got 1")
+    assert capsys.readouterr().err.startswith("mptrain: --between takes two folders, got 1")
 
 
 def test_nothing_to_compare_is_one_friendly_line(tmp_path, monkeypatch, capsys):
@@ -607,7 +606,7 @@ def test_nothing_to_compare_is_one_friendly_line(tmp_path, monkeypatch, capsys):
         "file": "file is not a folder; give the folder that holds the runs: mptrain compare FOLDER.",
     }.items():
         assert compare([argument]) == 1
-        assert capsys.readouterr().err == words + "\n"
+        assert capsys.readouterr().err == f"mptrain: {words}\n"
     assert compare([]) == 1
     assert "no folder results/runs" in capsys.readouterr().err
 
@@ -653,7 +652,7 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path, capsys):
     put(tmp_path / "a", summary())
     (tmp_path / "file").write_text("")
     assert compare([str(tmp_path), "--csv", str(tmp_path / "file" / "t.csv")]) == 1
-    assert capsys.readouterr().err.startswith("Cannot write ")
+    assert capsys.readouterr().err.startswith("mptrain: Cannot write ")
 
 
 START = "import sys; from mptrain.results.compare import compare; code = compare(sys.argv[1:]);"

@@ -66,7 +66,7 @@ def compare(argv: list[str]) -> int:
     try:
         return _compare(options)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(f"mptrain: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # the reader, `head` for instance, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
