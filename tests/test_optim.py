@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mptrain import options
 from mptrain.errors import UserError
@@ -59,6 +60,32 @@ def test_updates_are_those_of_torchs_plain_loop(name, settings):
         built.step()
         reference.step()
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+
+
+def test_a_step_without_label_calls_hooks_and_is_seen_by_a_profiler():
+    def labels() -> list[str]:
+        with torch.autograd.profiler.profile() as seen:
+            built.step()
+        return [event.key for event in seen.key_averages() if event.key.startswith("Optimizer.step")]
+
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    built, called = optimizer("sgd", [p], 0.1), []
+    built.step()
+    assert p.tolist() == pytest.approx([0.9, 0.9]) and not p.grad_fn
+    assert labels() == ["Optimizer.step#SGD.step"]
+    handles = [
+        built.register_step_pre_hook(lambda *args: called.append("before")),
+        built.register_step_post_hook(lambda *args: called.append("after")),
+        register_optimizer_step_pre_hook(lambda *args: called.append("before any")),
+    ]
+    built.step()
+    for handle in handles:
+        handle.remove()
+    built.step()
+    assert called == ["before any", "before", "after"]
+    assert p.tolist() == pytest.approx([0.6, 0.6])
+    assert built.step(lambda: torch.tensor(3.0)) == 3.0
 
 
 def test_mistakes_are_said():
