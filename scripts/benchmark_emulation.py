@@ -28,7 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarking import Spread, alternate, parser, peak, ratio, report, table, timed
+from benchmarking import Spread, alternate, as_in_runs, parser, peak, ratio, report, table, timed
 from exactness import MODULES, NATIVE, exactness_table, round_after_modules, round_in_place
 
 from mptrain import compose, files
@@ -176,7 +176,7 @@ def main() -> None:
     options.add_argument("--blocks", type=int, default=5, help="rounds of blocks (default: 5)")
     options.add_argument("--child", help=argparse.SUPPRESS)
     given = options.parse_args()
-    torch.set_num_threads(given.threads)
+    as_in_runs(given.threads)
     if given.child:
         print(json.dumps(measure(given.child, ("fp32", NATIVE), given.steps, given.blocks)))
         return

@@ -12,7 +12,7 @@ import sys
 
 import torch
 from benchmark_emulation import against, measure, work
-from benchmarking import Spread, parser, peak, report, table
+from benchmarking import Spread, as_in_runs, parser, peak, report, table
 
 from mptrain import files
 from mptrain.precision.modes import Precision
@@ -27,7 +27,7 @@ def main() -> None:
     options.add_argument("--blocks", type=int, default=3, help="rounds of blocks (default: 3)")
     options.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"default: {' '.join(DEFAULT)}")
     given = options.parse_args()
-    torch.set_num_threads(given.threads)
+    as_in_runs(given.threads)
     backends = {name: Precision.load(name).backend("cpu") for name in PRECISIONS}
     top = peak(torch.float32)
     rows = []

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from benchmarking import Loop, Spread, alternate, clock, parser, ratio, report, table
+from benchmarking import Loop, Spread, alternate, as_in_runs, clock, parser, ratio, report, table
 from torch import Tensor
 
 from mptrain import measure
@@ -114,7 +114,7 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=0.05, help="of a block in FP32 (default: 0.05)")
     options.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     given = options.parse_args()
-    torch.set_num_threads(given.threads)
+    as_in_runs(given.threads)
     torch.manual_seed(0)
     lines = [line for each in OPERATIONS for line in measured(each, given.device, given.seconds, given.blocks)]
     rows = []

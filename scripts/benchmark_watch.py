@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--blocks", type=int, default=5)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    benchmarking.as_in_runs(options.threads)
     first, second = [], []
     for recipe in options.recipes.split(","):
         for precision in options.precisions.split(","):

@@ -15,10 +15,16 @@ from typing import NamedTuple
 
 import torch
 
-from mptrain import measure
+from mptrain import measure, process
 
 Loop = Callable[[int], float]
 """Runs so many steps; returns the seconds they took."""
+
+
+def as_in_runs(threads: int) -> None:
+    """So many threads, and freed memory kept."""
+    torch.set_num_threads(threads)
+    process.keep_freed_memory()
 
 
 def clock(device: str = "cpu") -> Callable[[], float]:
