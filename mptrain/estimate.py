@@ -48,7 +48,8 @@ Recurrent layers keep what oneDNN's keep, not cuDNN's. Where values decide shape
 suppression), the most there can be is assumed. One batch of synthetic data: texts and recordings of other lengths cost
 otherwise. "activations" includes temporaries and, at the peak, gradients that no parameter holds yet. On a CPU, in
 FP32, the peak was within 0.1 % of MemTracker's of a real step on the same batch for every small recipe but
-Faster R-CNN's and YOLO's, which need 2 and 4 % less than the most there can be; in BF16 for ResNet's and the LSTM's."""
+Faster R-CNN's and YOLO's, which need 2 and 4 % less than the most there can be; in BF16 for ResNet's and the LSTM's.
+Detection loops over pictures: beyond twice the recipe's batch its memory and time are taken to go straight on."""
 CONTEXT = 2**30
 """Bytes of a GPU that are not for tensors."""
 

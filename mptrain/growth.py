@@ -34,8 +34,9 @@ class Growth:
 
     Both go through the same operations, and what each of them computes, moves and leaves behind is so much, and so much
     for each sample: so is the memory of every moment, and the step of any batch follows. Where the operations are not
-    the same (a loop over the pictures of a batch), others are traced as they are needed. In any case memory is the
-    highest of many lines: between two batches it is at most on the line through them, and on it everywhere if it is in
+    the same (a loop over the pictures of a batch, which takes as long to trace as there are pictures), memory and time
+    are taken to go straight on beyond the two, and smaller batches are traced as they are needed: memory is the highest
+    of many lines, so between two batches it is at most on the line through them, and on it everywhere if it is in
     between.
     """
 
@@ -47,10 +48,17 @@ class Growth:
         self.lines = _same_operations(self.first, self.double)
 
     def step(self, batch_size: int) -> Step:
-        """The step of a batch: known, computed or traced."""
+        """The step of a batch: known, computed or traced; of one too large to be traced the memory alone."""
         if batch_size not in self.traced:
-            self.traced[batch_size] = self._computed(batch_size) if self.lines else self.trace(batch_size)
+            beyond = batch_size > self.double.batch_size
+            find = self._computed if self.lines else self._straight_on if beyond else self.trace
+            self.traced[batch_size] = find(batch_size)
         return self.traced[batch_size]
+
+    def _straight_on(self, batch_size: int) -> Step:
+        slope = (self.double.peak - self.first.peak) / (self.double.batch_size - self.first.batch_size)
+        peak = round(self.double.peak + slope * (batch_size - self.double.batch_size))
+        return Step([], batch_size, {"of all kinds": peak}, self.first.parameters)
 
     def _computed(self, batch_size: int) -> Step:
         further = batch_size / self.first.batch_size - 1
@@ -93,9 +101,10 @@ class Growth:
 
     def seconds(self, batch_size: int, machine: Machine, compute: str) -> float:
         """The least time of a step of this batch."""
-        if self.lines or batch_size in self.traced:
+        timed = [found for found in self.traced.values() if found.operations]
+        if self.lines or any(found.batch_size == batch_size for found in timed):
             return _seconds(self.step(batch_size), machine, compute)
-        nearest = sorted(self.traced.values(), key=lambda found: abs(found.batch_size - batch_size))[:2]
+        nearest = sorted(timed, key=lambda found: abs(found.batch_size - batch_size))[:2]
         low, high = sorted(nearest, key=lambda found: found.batch_size)
         before, after = (_seconds(found, machine, compute) for found in (low, high))
         share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)

@@ -9,6 +9,7 @@ from mptrain.config import check
 from mptrain.errors import UserError
 from mptrain.estimate import _batch as first_batch
 from mptrain.estimate import estimate, models, step
+from mptrain.gpus import GPUS
 from mptrain.growth import CLOSE, Growth, Step
 from mptrain.memory import StepMemory
 from mptrain.precision import hardware
@@ -88,7 +89,7 @@ class Convex:
 @pytest.mark.parametrize("room", [1000, 3049, 3050, 5000, 7999, 8000, 8070, 100_000, 10**9])
 def test_largest_batch_is_the_largest_that_fits(room):
     model = Convex()
-    growth = Growth(model.step, 20)
+    growth = Growth(model.step, 200)
     found = growth.largest(room)
     fits = [size for size in (found, found + 1 + found // 50) if size and model.step(size).peak <= room]
     assert fits == ([found] if found else [])
@@ -133,6 +134,10 @@ def test_a_loop_over_pictures_has_other_operations_in_a_larger_batch():
     growth = Growth(model.step, 2)
     assert not growth.lines
     assert growth.step(3).peak == model.step(3).peak
+    assert growth.step(12).peak == pytest.approx(model.step(12).peak, rel=0.01)
+    machine = GPUS[0]
+    assert growth.seconds(12, machine, "float32") == pytest.approx(model.step(12).seconds(machine, False), rel=0.01)
+    assert set(growth.traced) == {2, 3, 4, 12} and not growth.traced[12].operations  # twelve were not traced
 
 
 def test_asking_for_a_device_moves_nothing():
