@@ -375,6 +375,8 @@ def test_updates_that_half_weights_would_lose_are_counted_in_fp32():
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch's, about hooks it never meets here
 def test_compiled_networks_run_as_written_while_they_are_looked_at(tmp_path):
+    torch.compiler.reset()  # other tests may have used up the times that a layer's code is compiled
+    gc.collect()  # a Watch that nobody closed holds hooks
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
     seen = {}
