@@ -96,7 +96,8 @@ def read(folders: list[Path]) -> tuple[list[Hard], list[str]]:
             continue
         if not found[-1].lines:
             said.append(f"{run.folder}: metrics.jsonl is missing or unreadable; the figure lacks its curves")
-        if (Path(run.folder) / "watch.parquet").exists() and not found[-1].flushed:
+        rounds = run.precision != "fp32"
+        if rounds and (Path(run.folder) / "watch.parquet").exists() and not found[-1].flushed:
             said.append(f"{run.folder}: watch.parquet holds no count that can be read; its underflow is not shown")
     return sorted(found, key=lambda one: (*one.group, one.run.seed)), said
 
