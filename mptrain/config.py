@@ -208,7 +208,6 @@ class Config(_Model):
         return Path(self.results).expanduser().absolute() / name
 
 
-SMALLEST_SCALE = 2.0**-126
 MOVING = ("dynamic", "layerwise")
 """Scales that move, as `scaling` says."""
 COSMETIC = {
@@ -273,7 +272,7 @@ def _about_scale(
         known = value in ("none", *MOVING) if isinstance(value, str) else isinstance(value, (int, float, type(None)))
         if isinstance(value, bool) or not known:
             found.append(f"{name}={value}: give a positive number (static), dynamic, layerwise or none")
-        elif isinstance(value, (int, float)) and not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
+        elif isinstance(value, (int, float)) and not modes.fits_fp32(value):
             found.append(
                 f"{name}={value}: give a positive number (static; a power of two is exact), dynamic, layerwise or none"
             )
@@ -282,7 +281,7 @@ def _about_scale(
         found += _without_effect("layerwise", layerwise, effective, ("layerwise",))
     for key in ("init", "ceiling"):
         value = settings.get(key)
-        if isinstance(value, (int, float)) and value > 0 and not SMALLEST_SCALE <= value <= 1 / SMALLEST_SCALE:
+        if isinstance(value, (int, float)) and value > 0 and not modes.fits_fp32(value):
             found.append(f"scaling.{key}={value}: give a scale that FP32 holds with its inverse, 2^-126 to 2^126")
     low, high, init = settings.get("floor"), settings.get("ceiling"), settings.get("init")
     if all(isinstance(v, (int, float)) for v in (low, high)) and low > high:  # type: ignore[operator]

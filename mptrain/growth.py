@@ -56,8 +56,7 @@ class Growth:
         return self.traced[batch_size]
 
     def _straight_on(self, batch_size: int) -> Step:
-        slope = (self.double.peak - self.first.peak) / (self.double.batch_size - self.first.batch_size)
-        peak = round(self.double.peak + slope * (batch_size - self.double.batch_size))
+        peak = round(self._line(self.first.batch_size, self.double.batch_size, batch_size))
         return Step([], batch_size, {"of all kinds": peak}, self.first.parameters)
 
     def _computed(self, batch_size: int) -> Step:

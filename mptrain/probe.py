@@ -81,7 +81,6 @@ def probe(argv: Sequence[str]) -> int:
     found = Probed(config, tuple(told), device.type, census, recommend(census), tried)
     document = probe_words.document(found)
     print_document(document)
-    _make(folder)
     write_atomically(folder / "probe.json", json.dumps(as_json(found), indent=1) + "\n")
     write_atomically(folder / "probe.csv", as_csv(found))
     write_atomically(folder / "probe.md", markdown(document))

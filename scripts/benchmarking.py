@@ -22,7 +22,7 @@ Loop = Callable[[int], float]
 
 
 def as_in_runs(threads: int) -> None:
-    """So many threads, and freed memory kept."""
+    """So many threads, and freed memory kept: else it is luck who pays for pages that go back in every step."""
     torch.set_num_threads(threads)
     process.keep_freed_memory()
 

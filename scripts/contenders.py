@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarking import Loop, clock
+from benchmarking import Loop, as_in_runs, clock
 from torch import Tensor, nn
 
 from mptrain import compose, tasks
@@ -27,8 +26,6 @@ from mptrain.train import Run
 
 FOREVER = 10**9
 PEERS = ("lightning", "accelerate")
-KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-"""glibc keeps freed memory: else it is luck which process gives its pages back in every step, a tenth of a ResNet's."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +198,7 @@ CONTENDERS = {"runner": runner, "by hand": by_hand, "lightning": lightning, "acc
 
 def child(name: str, threads: int, pipe: Any) -> None:
     """A contender's process: cases come in, then numbers of steps, for which seconds go out; 0 ends a case."""
-    torch.set_num_threads(threads)
+    as_in_runs(threads)
     now = clock()
     warnings.filterwarnings("ignore")  # advice of the libraries
     logging.disable(logging.WARNING)
@@ -225,7 +222,6 @@ class Contender:
 
     def __init__(self, name: str, threads: int):
         here = multiprocessing.get_context("spawn")
-        os.environ.update(KEPT)
         self.name = name
         self.pipe, theirs = here.Pipe()
         self.process = here.Process(target=child, args=(name, threads, theirs), daemon=True)

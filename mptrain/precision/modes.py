@@ -27,6 +27,12 @@ CHOICES = {
     "update": ("float32", "storage"),
     "kernels": ("auto", "emulated"),
 }
+SMALLEST_SCALE = 2.0**-126
+
+
+def fits_fp32(scale: float) -> bool:
+    """Whether FP32 holds a loss scale and its inverse, both as normal numbers."""
+    return SMALLEST_SCALE <= scale <= 1 / SMALLEST_SCALE
 
 
 @dataclass(frozen=True)

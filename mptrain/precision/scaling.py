@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mptrain.errors import UserError
+from mptrain.precision.modes import SMALLEST_SCALE, fits_fp32
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
-SMALLEST = 2.0**-126
 FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
@@ -218,7 +218,7 @@ class DynamicScaler(LossScaler):
             self.bad_since_moved += 1
             self.chances -= 1
             if self.chances <= 0 and self.bad_since_moved / self.since_moved >= s.tolerance:
-                self.value = max(self.value * s.backoff, min(max(s.floor, SMALLEST), self.value))
+                self.value = max(self.value * s.backoff, min(max(s.floor, SMALLEST_SCALE), self.value))
                 self.since_moved = self.bad_since_moved = 0
             return
         self.good += 1
@@ -276,7 +276,7 @@ def check_scale(value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(value, bool) or not SMALLEST <= number <= 1 / SMALLEST:
+    if isinstance(value, bool) or not fits_fp32(number):
         raise UserError(
             f"scale={value}: give a positive number (a power of two is exact, e.g. 128), dynamic, layerwise or none"
         )
