@@ -135,8 +135,8 @@ class Run:
                 f"count=true counts where products are emulated; precision={self.precision.name} runs natively here"
             )
         self.counter = Counter() if config.count else None
-        self.arithmetic = self.precision.arithmetic(self.device.type, self.counter)
-        # entered twice a step; an FP32 region has nothing to switch here
+        self.arithmetic = self.precision.arithmetic(self.device.type, self.counter, forward_only=True)
+        # an FP32 region has nothing to switch here
         self.region = nullcontext() if self.precision.compute == "float32" else self.arithmetic
         self.weights = self.precision.prepare(self.models)
         if divides:
@@ -284,12 +284,14 @@ class Run:
     def losses(self, batch: Batch, region: AbstractContextManager[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         """The losses of a batch, one by one, each computed inside the region; what is done with them is outside."""
         phases = self.task.losses(self.to_device(batch))
-        while True:
+        for _ in self.models:
             with region:
                 phase = next(phases, None)
             if phase is None:
                 return
             yield phase
+        if (phase := next(phases, None)) is not None:
+            raise ValueError(f"the task yields more losses than it has networks, the next for {phase[0]!r}")
 
     def apply(self, name: str) -> None:
         """Unscale, check, clip, step: one optimizer's update from the gradients that are there."""

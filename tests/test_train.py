@@ -332,3 +332,22 @@ def test_another_configuration_is_refused_and_a_cosmetic_change_is_not(tmp_path)
 
 def test_every_task_says_what_it_is():
     assert {"metric", "unit", "margin"} <= Task.__annotations__.keys()
+
+
+def test_what_follows_the_last_loss_runs_in_fp32_and_one_loss_too_many_is_refused(tmp_path, monkeypatch):
+    from mptrain.tasks.tiny import Tiny
+
+    once, seen = Tiny.losses, []
+
+    def losses(self, batch, again=0):
+        for phase in once(self, batch):
+            yield phase
+            seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+            yield from [phase] * again
+
+    monkeypatch.setattr(Tiny, "losses", losses)
+    train(settings(precision="bf16", out=str(tmp_path / "run"), steps=2))
+    assert seen and set(seen) == {torch.float32}
+    monkeypatch.setattr(Tiny, "losses", lambda self, batch: losses(self, batch, again=1))
+    with pytest.raises(ValueError, match="more losses than it has networks, the next for 'model'"):
+        train(settings(out=str(tmp_path / "another")))

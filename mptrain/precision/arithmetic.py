@@ -45,6 +45,9 @@ class Arithmetic(AbstractContextManager):
     keep_fp32: operations by base name ("softmax", "conv2d", "lstm") that stay in FP32.
     counter: counts what rounding to 16 bits does to every product; None counts nothing and costs nothing.
     fp8: "native" or "emulated" computes `linear` in FP8 where its sizes allow it, and counts that rounding instead.
+    forward_only: regions hold forward passes only, in which no parameter changes and no derivative is taken. Products
+        that torch's autocast computes the same on a CPU then stay in C++, with copies of parameters of their own; if
+        the promise is broken, they are as torch's are.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Arithmetic(AbstractContextManager):
         keep_fp32: frozenset[str] = frozenset(),
         counter: Counter | None = None,
         fp8: str | None = None,
+        forward_only: bool = False,
     ):
         self.device_type = device_type
         self.compute = compute
@@ -68,6 +72,7 @@ class Arithmetic(AbstractContextManager):
         self.off = DispatchKeySet(dispatch.KEY[device_type])
         self.handlers = self._handlers(keep_fp32)
         self.by_torch = {n for n in policy.CPU_AUTOCAST_TOO if self.handlers.get(n) == self._cast}
+        self.left_to_torch = self.by_torch if forward_only else set()
         # TF32 changes no dtype; autocast is entered because only it opens its dispatch key.
         self.autocast_dtype = self.dtype or (torch.bfloat16 if self.handlers else None)
         self.installed = False
@@ -81,7 +86,7 @@ class Arithmetic(AbstractContextManager):
         return self
 
     def __exit__(self, *exception) -> None:
-        dispatch.leave(*exception)
+        dispatch.leave()
 
     def _handlers(self, keep_fp32: frozenset[str]) -> dict[str, Handler]:
         handlers: dict[str, Handler] = {}

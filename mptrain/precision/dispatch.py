@@ -4,6 +4,9 @@ Every ATen call made under autocast passes that key before autograd and before c
 policy sees what CUDA autocast sees, in C++ code as well (einsum, multi-head attention), and operations that are on no
 list cost nothing. torch's kernels of that key are replaced once per process; wherever no region of ours is active, or
 someone opened an autocast region of their own inside it, the originals run.
+
+A stop in Python takes 30 microseconds amid a training step, six times what it takes in a loop of its own. Products that
+torch's kernel computes the same are therefore left to it in regions that hold forward passes only.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +34,8 @@ Handler = Callable[[Any, DispatchKeySet, tuple, dict], Any]
 
 class _Region(NamedTuple):
     arithmetic: Arithmetic
-    autocast: Any
+    before: tuple[bool, torch.dtype, bool] | None
+    """autocast as it was: on or off, its format, its cache; None where it was left alone"""
     nesting: int
     backward: int
     """the backward pass it was opened in, or -1"""
@@ -71,31 +75,36 @@ class Rounding(AbstractContextManager):
 
 
 def enter(arithmetic: Arithmetic) -> None:
-    """Opens a region of this arithmetic in this thread."""
+    """Opens a region of this arithmetic in this thread: torch.autocast's own steps, a third of its time."""
+    device_type, dtype = arithmetic.device_type, arithmetic.autocast_dtype
     if not arithmetic.installed:
-        install(arithmetic.device_type, arithmetic.handlers)
+        install(device_type, arithmetic.handlers, arithmetic.left_to_torch)
         arithmetic.installed = True
-    on = arithmetic.autocast_dtype is not None
-    region: AbstractContextManager = nullcontext()
-    if on or torch.is_autocast_enabled(arithmetic.device_type):
-        region = torch.autocast(
-            arithmetic.device_type,
-            arithmetic.autocast_dtype,
-            enabled=on,
-            # Ours, where we have handlers, is kept in `state.casts`; switched off is also how `active` knows us.
-            cache_enabled=False if arithmetic.handlers else None,
-        )
-    region.__enter__()
+    before, enabled = None, torch.is_autocast_enabled(device_type)
+    if enabled or dtype is not None:
+        before = enabled, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+        torch.set_autocast_enabled(device_type, dtype is not None)
+        if arithmetic.handlers:
+            torch.set_autocast_cache_enabled(bool(arithmetic.left_to_torch))
+    if dtype is not None:
+        torch.set_autocast_dtype(device_type, dtype)
+        state.latest = _latest[device_type] = arithmetic
     if not state.regions:
         state.casts.clear()
-    state.regions.append(_Region(arithmetic, region, _nesting(), torch._C._current_graph_task_id()))
-    if on:
-        state.latest = _latest[arithmetic.device_type] = arithmetic
+    nesting = _nesting() if before is None else torch.autocast_increment_nesting()
+    state.regions.append(_Region(arithmetic, before, nesting, torch._C._current_graph_task_id()))
 
 
-def leave(*exception) -> None:
+def leave() -> None:
     """Closes the innermost region of this thread."""
-    state.regions.pop().autocast.__exit__(*exception)
+    arithmetic, before, *_ = state.regions.pop()
+    if before is not None:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        enabled, dtype, cache = before
+        torch.set_autocast_enabled(arithmetic.device_type, enabled)
+        torch.set_autocast_dtype(arithmetic.device_type, dtype)
+        torch.set_autocast_cache_enabled(cache)
     if not state.regions:
         state.casts.clear()
 
@@ -104,15 +113,17 @@ def active(device_type: str) -> Arithmetic | None:
     """Whose region the running operation is in; None in anybody else's autocast region.
 
     torch.utils.checkpoint runs a forward pass again during the backward pass. It brings back autocast as it was, which
-    tells that the forward pass was ours (the dtype, and the cache switched off); what it cannot bring back, it finds in
-    the arithmetic that was entered last.
+    tells that the forward pass was ours (the dtype, and the cache, which ours switch off unless products are left to
+    torch); what it cannot bring back, it finds in the arithmetic that was entered last.
     """
     if state.regions:
         found: Arithmetic | None = state.regions[-1].arithmetic
-    elif torch._C._current_graph_task_id() == -1 or torch.is_autocast_cache_enabled():
+    elif torch._C._current_graph_task_id() == -1:
         return None
     else:
         found = state.latest or _latest.get(device_type)
+        if found is not None and torch.is_autocast_cache_enabled() != bool(found.left_to_torch):
+            return None
     if found is None or found.device_type != device_type:
         return None
     return found if found.autocast_dtype == torch.get_autocast_dtype(device_type) else None
@@ -151,12 +162,12 @@ _installed: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
 
-def install(device_type: str, handlers: dict[str, Handler]) -> None:
+def install(device_type: str, handlers: dict[str, Handler], left_to_torch: set[str]) -> None:
     """Puts our kernels at autocast's key for every operation that has a handler, once per process.
 
     On a CPU torch's own list goes beyond CUDA's; those operations are let through as CUDA would let them.
     """
-    if all((device_type, name) in _installed for name in handlers):
+    if all((device_type, name) in _installed for name in set(handlers) - left_to_torch):
         return
     key = KEY[device_type]
     with _lock, warnings.catch_warnings():
@@ -168,7 +179,7 @@ def install(device_type: str, handlers: dict[str, Handler]) -> None:
             if name.startswith("aten::")
         }
         names = set(handlers) | (registered if device_type == "cpu" else set())
-        for name in sorted(names):
+        for name in sorted(names - left_to_torch):
             if (device_type, name) in _installed:
                 continue
             if (operation := overload(name)) is not None:
@@ -182,6 +193,8 @@ def _kernel(name: str, operation: Any, original: Any, device_type: str) -> Calla
 
     def kernel(keys, *args, **kwargs):
         arithmetic = active(device_type)
+        if arithmetic is not None and name in arithmetic.left_to_torch:
+            return original.call_boxed(keys, *args, **kwargs)
         if arithmetic is not None and differentiating():
             return operation.redispatch(keys & after, *args, **kwargs)
         if arithmetic is not None and (handler := arithmetic.handlers.get(name)) is not None:

@@ -31,7 +31,10 @@ class Task:
     """all rows of a batch that several processes share, for a loss that looks across it"""
 
     def losses(self, batch: Batch) -> Iterator[tuple[str, Tensor]]:
-        """Yields (key of `models`, FP32 scalar mean loss); the loop steps before it asks for the next one."""
+        """Yields (key of `models`, FP32 scalar mean loss); the loop steps before it asks for the next one.
+
+        No more losses than networks; what a task does after the last of them runs in FP32.
+        """
         raise NotImplementedError
 
     def size(self, batch: Batch) -> int:
