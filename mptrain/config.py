@@ -85,7 +85,7 @@ class WatchConfig(_Model):
     enabled: bool = False
     every: Count = 10
     layers: list[Text] = []
-    sample: Count | None = 16384
+    sample: Count | None = 8192
 
 
 class ParallelConfig(_Model):

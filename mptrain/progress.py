@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from contextlib import AbstractContextManager, suppress
 from functools import cache
@@ -87,14 +88,15 @@ class Progress(AbstractContextManager):
                 share = row["flushed"] / max(1, row["sampled"] - row["zero"])
                 whole.value.add(tag=f"{tag}/flushed", simple_value=share)
             if counts := row["exponents"]:
-                exponents = range(row["first_exponent"], row["first_exponent"] + len(counts))
+                first, end = row["first_exponent"], row["first_exponent"] + len(counts)
+                weighted = list(map(operator.mul, range(first, end), counts))
                 histogram = HistogramProto(
-                    min=exponents[0],
-                    max=exponents[-1] + 1,
+                    min=first,
+                    max=end,
                     num=sum(counts),
-                    sum=sum(e * n for e, n in zip(exponents, counts, strict=True)),
-                    sum_squares=sum(e * e * n for e, n in zip(exponents, counts, strict=True)),
-                    bucket_limit=[e + 1 for e in exponents],
+                    sum=sum(weighted),
+                    sum_squares=sum(map(operator.mul, range(first, end), weighted)),
+                    bucket_limit=range(first + 1, end + 1),
                     bucket=counts,
                 )
                 whole.value.add(tag=f"{tag}/log2", histo=histogram)

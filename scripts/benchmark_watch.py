@@ -190,7 +190,7 @@ def main() -> None:
                 subject.progress.__exit__(None)
     about = (
         f"Ratios to an unwatched block of {options.every} steps in the same round; medians of {options.blocks} rounds, "
-        "with quartiles. Ends and norms are of every element, counts of about 16,384 of a larger tensor "
+        "with quartiles. Ends and norms are of every element, counts of about 8,192 of a larger tensor "
         "(`watch.sample`; null: of all). The usual hooks fetch three numbers of each tensor."
     )
     header = ["run", "unwatched step", "", "ratio", "quartiles", "ratio (wall)", "quartiles"]

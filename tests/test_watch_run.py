@@ -24,7 +24,7 @@ def config(recipe, precision, folder, **changes):
 def test_on_the_command_line(capfd):
     assert main(["+recipe=resnet", "watch=true", "watch.every=5", "watch.layers=[a.*,fc]", "--cfg", "job"]) == 0
     watch = yaml.safe_load(capfd.readouterr().out)["watch"]
-    assert watch == {"enabled": True, "every": 5, "layers": ["a.*", "fc"], "sample": 16384}
+    assert watch == {"enabled": True, "every": 5, "layers": ["a.*", "fc"], "sample": 8192}
     assert main(["+recipe=resnet", "watch.evry=5"]) == 1
     assert "watch.every" in capfd.readouterr().err
 

@@ -102,7 +102,11 @@ def _ends_of_bits(row: Tensor) -> tuple[float, float]:
     bits = row.view(torch.int16)
     least, most = (end.item() for end in torch.aminmax(bits))
     bottom = int(bits.numpy().view(np.uint16).max()) - (1 << 16) if least < 0 else least
-    low, high = torch.tensor([bottom, most if most >= 0 else least], dtype=torch.int16).view(row.dtype).tolist()
+    ends = np.array([bottom, most if most >= 0 else least], dtype=np.int16)
+    if row.dtype == torch.float16:
+        low, high = ends.view(np.float16).tolist()
+    else:  # BF16 is the upper half of FP32
+        low, high = (ends.astype(np.int32) << 16).view(np.float32).tolist()
     return low + 0.0, high + 0.0  # a zero has no sign
 
 
