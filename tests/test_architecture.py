@@ -15,7 +15,7 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "tasks": {"models", "data", "files"},
     "models": {"files"},
     "data": {"files"},
-    "watch": {"precision.formats", "precision.counting", "precision.blocks"},
+    "watch": {f"precision.{name}" for name in ("formats", "counting", "blocks", "graph", "dispatch")},
     "results": {"files", "paper", "watch.histogram", "precision.policy"},
     "files": set(),
     "options": set(),

@@ -6,7 +6,7 @@ the operands of products that are rounded hard, and they are what is counted: in
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ OPERANDS = {"input": "float8_e4m3fn", "weight": "float8_e4m3fn", "grad_output": 
 KINDS = ("values", "zero", "flushed", "subnormal", "overflowed", "nonfinite")
 """of a tensor's values: all; exactly zero before rounding; nonzero before and zero after; nonzero after and below
 the smallest normal; finite before and infinite after; infinite or NaN before"""
+FLUSHED = KINDS.index("flushed")
 
 
 def count(before: Tensor, after: Tensor) -> Tensor:
@@ -84,6 +85,7 @@ class Counter:
         self.totals: dict[tuple[str, str], Tensor] = defaultdict(lambda: torch.tensor(0))
         self._running: list[str] = [""]
         self._kept: list[tuple[tuple[str, str], Tensor, torch.dtype]] = []
+        self._lossy: dict[tuple[str, str], np.ndarray] = {}
 
     def watch(self, models: Iterable[tuple[str, nn.Module]]) -> list:
         """Learns the names of all modules; returns the hooks' handles, to be removed by the caller."""
@@ -110,7 +112,23 @@ class Counter:
             part = runs(flat(before), self.sample)
             self._kept.append((key, self.shelf.take(part.numel()).view(part.shape).copy_(part), after.dtype))
         else:
-            self.totals[key] = self.totals[key] + count(*_sampled(before, after, self.sample))
+            self._take(key, *_sampled(before, after, self.sample))
+
+    def _take(self, key: tuple[str, str], before: Tensor, after: Tensor) -> None:
+        counted = count(before, after)
+        self.totals[key] = self.totals[key] + counted
+        if self.shelf is not None and before.device.type == "cpu" and counted[FLUSHED]:
+            found = self._lossy.setdefault(key, np.zeros(256, dtype=np.int64))
+            for block in blocks(flat(before)):
+                found += np.bincount(block.numpy().view(np.int32) >> 23 & 255, minlength=256)
+
+    def exponents(self) -> Iterator[tuple[tuple[str, str], tuple[int, list[int]]]]:
+        """Layer and direction, first exponent, and counts of 2^e <= |x| < 2^(e+1) from there on, before rounding.
+
+        Of tensors on a CPU that lost something, where there is a shelf.
+        """
+        for key, counts in self._lossy.items():
+            yield key, (-126, counts[1:255].tolist())
 
     def _keeps(self, before: Tensor, after: Tensor) -> bool:
         if self.shelf is None or self.shelf.full or self.sample is None or self.sample > BLOCK // 2:
@@ -121,7 +139,7 @@ class Counter:
         """Brings `totals` up to date."""
         for key, before, dtype in self._kept:
             before = before.view(-1)
-            self.totals[key] = self.totals[key] + count(before, before.to(dtype))
+            self._take(key, before, before.to(dtype))
         self._kept.clear()
 
     def table(self) -> list[dict]:

@@ -109,6 +109,11 @@ def leave() -> None:
         state.casts.clear()
 
 
+def innermost() -> Arithmetic | None:
+    """The arithmetic of the region that this thread is in."""
+    return state.regions[-1].arithmetic if state.regions else None
+
+
 def active(device_type: str) -> Arithmetic | None:
     """Whose region the running operation is in; None in anybody else's autocast region.
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from mptrain.precision.factors import Layer, Moments, cast_factor, merged_scale, product_factor
+from mptrain.precision.graph import REARRANGING, downwards, leaf
 from mptrain.precision.scaling import DynamicScaler, DynamicSettings
 
 PRODUCTS = (
@@ -40,11 +41,6 @@ PRODUCTS = (
     "_Correlate", "_TransposeBackward",
 )  # fmt: skip
 """How the backward nodes of dot products are called, up to a suffix."""
-REARRANGING = (
-    "ToCopy", "TBackward", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze",
-    "Slice", "Clone", "Alias", "Expand", "_Image",
-)  # fmt: skip
-"""Nodes that only move, copy or cast: a weight on its way into a product."""
 OPAQUE = ("CheckpointFunction",)
 """Nodes that run a backward pass of their own, into which no factor can be carried."""
 MARGIN_FIRST, MARGIN_LAST = 2.0, 2.0**16
@@ -144,7 +140,7 @@ class LayerwiseScaler(DynamicScaler):
 
     def _prepare(self, root: Any) -> None:
         """Decides the scale at every node and puts the hooks that bring it about."""
-        nodes = _downwards(root)
+        nodes = downwards(root)
         arriving: dict[Any, list[float]] = defaultdict(list, {root: [self.value]})
         after_product: dict[Any, list[bool]] = defaultdict(list)
         at: dict[Any, float] = {}
@@ -214,7 +210,7 @@ class LayerwiseScaler(DynamicScaler):
 
             def look(inputs: Any, outputs: Any) -> None:
                 for gradient, (child, _) in zip(inputs, node_edges, strict=True):
-                    if gradient is not None and _leaf(child) is weight:
+                    if gradient is not None and leaf(child) is weight:
                         self._seen.append((f"{key} gradient", _moments(gradient, carried)))
 
             node_edges = node.next_functions
@@ -234,9 +230,9 @@ class LayerwiseScaler(DynamicScaler):
 
     def _weight(self, node: Any) -> Tensor | None:
         for child, _ in node.next_functions:
-            leaf = _leaf(child)
-            if leaf is not None and leaf.dim() >= 2 and id(leaf) in self._names:
-                return leaf
+            found = leaf(child)
+            if found is not None and found.dim() >= 2 and id(found) in self._names:
+                return found
         return None
 
     def _read(self) -> None:
@@ -249,37 +245,6 @@ class LayerwiseScaler(DynamicScaler):
                 fresh[key] = Moments(max(rms, before.rms), max(largest, before.largest))
         self._seen.clear()
         self.moments |= fresh
-
-
-def _downwards(root: Any) -> list[Any]:
-    """All nodes of a backward graph, each after everything that hands it a gradient."""
-    found: list[Any] = []
-    seen = {root}
-    stack = [(root, iter(root.next_functions))]
-    while stack:
-        node, children = stack[-1]
-        for child, _ in children:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append((child, iter(child.next_functions)))
-                break
-        else:
-            stack.pop()
-            found.append(node)
-    return found[::-1]
-
-
-def _leaf(node: Any) -> Tensor | None:
-    """The parameter that a chain of rearranging nodes begins at."""
-    for _ in range(12):
-        if node is None:
-            return None
-        if hasattr(node, "variable"):
-            return node.variable  # type: ignore[no-any-return]
-        if not node.name().startswith(REARRANGING) or len(node.next_functions) != 1:
-            return None
-        node = node.next_functions[0][0]
-    return None
 
 
 def _casts_down(node: Any) -> bool:

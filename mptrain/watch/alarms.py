@@ -145,11 +145,9 @@ class Alarms:
             )
 
 
-def products(rows: Rows, *kinds: str) -> list[dict[str, Any]]:
+def products(rows: Rows) -> list[dict[str, Any]]:
     """Rows that count what rounding did, of gradients."""
-    return [
-        row for row in rows if row["flushed"] is not None and row["kind"] in (kinds or ("grad_input", "grad_weight"))
-    ]
+    return [row for row in rows if row["flushed"] is not None and row["kind"].startswith("grad_")]
 
 
 def gradients(rows: Rows) -> list[dict[str, Any]]:
@@ -167,18 +165,23 @@ def underflow(rows: Rows) -> Iterator[Alarm]:
     """Layers whose gradients rounding made zero: 5 % or more of their own, or all of what reaches them.
 
     A layer is silenced if its gradients are all zero and a layer that comes later in the forward pass, earlier in the
-    backward pass, lost all of the gradient it hands on. Zeros alone are no sign of that: unused rows of an embedding,
-    dead ReLUs and padding have them too.
+    backward pass, lost half or more of the gradient it hands on. Zeros alone are no sign of that: unused rows of an
+    embedding, dead ReLUs and padding have them too.
     """
+    if silent := _silent(rows):
+        yield silent
+        return
     share = {
         (row["layer"], row["kind"]): row["flushed"] / (row["sampled"] - row["zero"])
         for row in products(rows)
         if row["sampled"] > row["zero"]
     }
     order = {row["layer"]: row["order"] for row in rows if row["kind"] == "output"}
-    cut = [
-        order[layer] for (layer, kind), lost in share.items() if kind == "grad_input" and lost == 1 and layer in order
-    ]
+    cut = {
+        layer: order[layer]
+        for (layer, kind), lost in share.items()
+        if kind == "grad_input" and lost >= LOST and layer in order
+    }
     own: dict[str, list[dict[str, Any]]] = {}
     for row in gradients(rows):
         own.setdefault(row["layer"], []).append(row)
@@ -186,13 +189,13 @@ def underflow(rows: Rows) -> Iterator[Alarm]:
         layer
         for layer, found in own.items()
         if layer in order
-        and any(order[layer] < place for place in cut)
+        and any(order[layer] < place for place in cut.values())
         and all(row["zero"] == row["sampled"] > 0 for row in found)
     }
     lossy = {
         layer: lost
         for (layer, kind), lost in share.items()
-        if lost >= UNDERFLOW and not (kind == "grad_input" and lost == 1 and silenced)
+        if lost >= UNDERFLOW and not (kind == "grad_input" and layer in cut and silenced)
     }
     layers = sorted(silenced | set(lossy), key=lambda layer: order.get(layer, 0))
     if not layers:
@@ -209,13 +212,54 @@ def underflow(rows: Rows) -> Iterator[Alarm]:
     )
 
 
+def _silent(rows: Rows) -> Alarm | None:
+    """FP16 gradients that are zero in every layer although there is a loss: nothing was left to lose in products."""
+    own = gradients(rows)
+    loss = next((row for row in rows if row["kind"] == "loss"), None)
+    if not any(row["dtype"] == "float16" and row["kind"] == "grad_output" for row in own) or any(
+        row["zero"] < row["sampled"] for row in own
+    ):
+        return None
+    if loss is not None and loss["zero"]:
+        return None
+    layers = tuple(dict.fromkeys(row["layer"] for row in reversed(own)))
+    scale = next((row["scale"] for row in own if row["scale"] is not None), None) or 1.0
+    return Alarm(
+        "underflow",
+        rows[0]["step"],
+        layers,
+        f"no gradient reaches any of {len(layers)} layers, all are zero: what the loss hands to the network is rounded "
+        "to zero where it becomes FP16, or is zero itself",
+        f"raise the loss scale (now {scale:g}) until there is a gradient, or move to BF16",
+    )
+
+
 def advice(rows: Rows) -> str:
-    """Raise the scale if the largest gradient leaves room for it, else BF16."""
+    """Raise the scale if the largest gradient leaves room for it and that brings back what is lost, else BF16."""
+    lossy = [row for row in products(rows) if row["flushed"]]
+    if lossy and all(row["dtype"].startswith("float8") for row in lossy):
+        return (
+            "leave these layers to wider formats (precision.keep_fp32): FP8 has units of its own, no loss scale helps"
+        )
     room = sum((histogram(row) for row in gradients(rows)), Histogram()).best_scale()
     scale = next((row["scale"] for row in rows if row["scale"] is not None), None) or 1.0
-    if room >= 8:
-        return f"raise the loss scale: the largest gradient leaves room for {scale * room:g} (now {scale:g})"
-    return "move to BF16: the largest gradient leaves no room for a higher loss scale"
+    if room < 8:
+        return "move to BF16: the largest gradient leaves no room for a higher loss scale"
+    left = _left(rows, room)
+    if left is not None and left[0] >= UNDERFLOW:
+        return (
+            f"move to BF16: at {scale * room:g}, the highest loss scale that the largest gradient leaves room for, "
+            f"{left[1]} would still lose {left[0]:.1%}"
+        )
+    return f"raise the loss scale: the largest gradient leaves room for {scale * room:g} (now {scale:g})"
+
+
+def _left(rows: Rows, factor: float) -> tuple[float, str] | None:
+    """What the worst layer would still lose under a loss scale so many times as high; None if that was not seen."""
+    lossy = [row for row in products(rows) if row["flushed"]]
+    if not lossy or not any(row["exponents"] for row in lossy):
+        return None
+    return max((histogram(row).flushed(factor), row["layer"]) for row in lossy if row["exponents"])
 
 
 def histogram(row: dict[str, Any]) -> Histogram:

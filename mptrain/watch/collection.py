@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,7 +16,8 @@ from torch.optim import Optimizer
 
 from mptrain.precision.blocks import every, flat
 from mptrain.watch.modules import compiled, tensors
-from mptrain.watch.products import Products
+from mptrain.watch.native import Native
+from mptrain.watch.products import Products, may_be_native
 from mptrain.watch.statistics import Measured, Statistics, measure, read
 
 if TYPE_CHECKING:
@@ -37,10 +40,14 @@ class Collection:
         self.closed: set[nn.Parameter] = set()
         self.before: dict[nn.Parameter, Tensor] = {}
         self.full: dict[nn.Parameter, Tensor] = {}
-        self.products = Products(watch.models, watch.arithmetic, watch.sample, watch.shelf)
         self.muted = False
         self.known: dict[int, tuple[weakref.ref[Tensor], int, Measured]] = {}
         self.parameters = _parameters(watch)
+        self.native = (
+            Native(self.parameters, self.order, watch.sample) if watch.due and may_be_native(watch.arithmetic) else None
+        )
+        self.products = Products(watch.models, watch.arithmetic, watch.sample, watch.shelf, self.native)
+        self.forward: set[str] = set()
         self.handles: list[Any] = [
             every_module.register_module_forward_pre_hook(_weak(self._enters)),
             every_module.register_module_forward_hook(_weak(self._leaves)),
@@ -64,6 +71,8 @@ class Collection:
             self.muted = False
 
     def detach(self) -> None:
+        if self.native is not None:
+            self.native.on = False
         _remove(self.handles)
         self._finalizer.detach()
 
@@ -98,15 +107,26 @@ class Collection:
         return known[2]
 
     def _enters(self, module: nn.Module, inputs: Any) -> None:
-        if (layer := self.watch.names.get(module)) is not None and self._looks():
+        if (layer := self.watch.names.get(module)) is None or self.muted:
+            return
+        self.products.find()
+        if torch._C._current_graph_task_id() == -1:
             self.order.setdefault(layer, len(self.order))
-            for tensor in tensors(inputs):
-                self._add(layer, "input", "", tensor)
+        if not self._looks(layer):
+            return
+        given = tensors(inputs)
+        if self.native is not None and self.native.on:
+            self.native.look(given, None)
+        for tensor in given:
+            self._add(layer, "input", "", tensor)
 
     def _leaves(self, module: nn.Module, _inputs: Any, output: Any) -> None:
-        if (layer := self.watch.names.get(module)) is None or not self._looks():
+        if (layer := self.watch.names.get(module)) is None or not self._looks(layer):
             return
-        for tensor in tensors(output):
+        made = tensors(output)
+        if self.native is not None and self.native.on:
+            self.native.look(made, layer)
+        for tensor in made:
             self._add(layer, "output", "", tensor)
             if tensor.requires_grad:
                 tensor.register_hook(functools.partial(self._comes_back, layer))
@@ -114,9 +134,16 @@ class Collection:
     def _comes_back(self, layer: str, gradient: Tensor) -> None:
         self._add(layer, "grad_output", "", gradient)
 
-    def _looks(self) -> bool:
-        """Not an evaluation, not a shadow, not the second forward pass of checkpointing within the backward pass."""
-        return torch.is_grad_enabled() and not self.muted and torch._C._current_graph_task_id() == -1
+    def _looks(self, layer: str) -> bool:
+        """Not an evaluation, not a shadow, not the second forward pass of checkpointing within the backward pass.
+
+        Unless the first was without gradients, as in the reentrant kind: then the second is the one that counts.
+        """
+        if self.muted or not torch.is_grad_enabled():
+            return False
+        if torch._C._current_graph_task_id() == -1:
+            self.forward.add(layer)
+        return torch._C._current_graph_task_id() == -1 or layer not in self.forward
 
     def _gradient(self, p: nn.Parameter) -> None:
         if self.muted:
@@ -174,7 +201,7 @@ class Collection:
             if row["kind"] == "weight":
                 row |= {"lost": lost_of.get((key[0], key[2])), "small_updates": small_of.get((key[0], key[2]))}
             rows.append(row)
-        return rows + self.products.rows(step, scale, self.order)
+        return [*rows, *self.products.rows(step, scale, self.order)]
 
     def _row(
         self, step: int, key: tuple[str, str, str], calls: int, s: Statistics, scale: float | None
@@ -221,13 +248,20 @@ def _weak(method: Any) -> Callable[..., None]:
 
 
 class _AsWritten:
-    """Compiled networks run as they are written: a compiler would take the hooks apart, anew for every step."""
+    """Compiled networks run as they are written: a compiler would take the hooks apart, anew for every step.
+
+    It also warns of them, for a reason that is none here: what torch.compile wraps a network in is no layer.
+    """
 
     def __init__(self) -> None:
         self.stance = torch.compiler.set_stance("force_eager")
+        warnings.filterwarnings("ignore", r"Using .torch\.compile\(module\). when there are global hooks")
+        self.filter = warnings.filters[0]
 
     def remove(self) -> None:
         self.stance.__exit__(None, None, None)
+        with contextlib.suppress(ValueError):  # somebody else put them in order meanwhile
+            warnings.filters.remove(self.filter)  # type: ignore[attr-defined]
 
 
 def _remove(handles: list[Any]) -> None:

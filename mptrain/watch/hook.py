@@ -44,11 +44,12 @@ class Watch:
 
     model, optimizer: one, or several by name. every: steps. out: the folder that gets watch.parquet; None keeps the
     alarms only. layers: patterns of module paths ("layer1.*"); unset, all modules that own parameters.
-    scaler: mptrain's or torch's, to tell magnitudes without the loss scale. arithmetic: of a Precision, to count
-    exactly what rounding flushes where it is emulated; where it is native see `shadow`. sample: see
-    `statistics.measure`. on_alarm: gets each new Alarm; unset, prints it. floor: of the loss scale. rounded_updates:
-    parameters are kept in 16 bits without an FP32 master copy. Raises UserError for a pattern that matches no module,
-    and for a folder that cannot be written.
+    scaler: mptrain's or torch's, to tell magnitudes without the loss scale. arithmetic: of a Precision; unset, that of
+    the region in which the networks are found to run. What rounding flushes is counted as it happens where a Precision
+    emulates it; where kernels are native, under torch.autocast or in 16-bit networks, FP32 ones multiply again in one
+    of ten collections (`native.py`; `shadow` sees more). sample: see `statistics.measure`. on_alarm: gets each new
+    Alarm; unset, prints it. floor: of the loss scale. rounded_updates: parameters are kept in 16 bits without an FP32
+    master copy. Raises UserError for a pattern that matches no module, and for a folder that cannot be written.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Watch:
         if self._collection is not None:
             self.rows = self._collection.end(self.done, None if loss is None else torch.as_tensor(loss))
             self._collection = None
+            self.shadowed = self.shadowed or any(row["name"] == "products" for row in self.rows)
             if self.store is not None:
                 self.store.add(self.rows)
             new = self.alarms.look(self.rows)
@@ -107,25 +109,28 @@ class Watch:
         return new
 
     @property
-    def wants_shadow(self) -> bool:
-        """Whether the coming step is one of those that need `shadow` to tell what rounding flushes."""
+    def due(self) -> bool:
+        """Whether the coming collection is one in which native products are multiplied once more."""
         coming = self.done + 1
-        due = not self.shadowed or coming % (self.every * SHADOWS) == 0 or coming <= self.dense_until
-        return due and self._collection is not None and are_native(self.arithmetic)
+        return not self.shadowed or coming % (self.every * SHADOWS) == 0 or coming <= self.dense_until
+
+    @property
+    def wants_shadow(self) -> bool:
+        """Whether the coming step is one of those for which `shadow` tells most about what rounding flushes."""
+        return self.due and self._collection is not None and are_native(self.arithmetic)
 
     def shadow(self, run: Callable[[Any], Any]) -> None:
         """Before a step: lets `run(region)` compute the coming batch's loss in the region and its gradients, scaled.
 
-        Needed where 16-bit products are native, since only FP32 kernels show what is there before it is rounded; runs
-        in one of ten collections, and not at all where products are emulated or FP32. Gradients, buffers and torch's
-        random numbers are put back.
+        For a native Precision; tells, beyond the gradients of layers, what the forward pass and products without
+        weights lose. Runs in one of ten collections, and not at all where products are emulated or FP32. Gradients,
+        buffers and torch's random numbers are put back.
 
             watch.shadow(lambda region: scaler.scale(loss_of(batch, region)).backward())
         """
         if self.wants_shadow:
             assert self._collection is not None
             self._collection.shadow(run)
-            self.shadowed = True
 
     def resume(self, step: int) -> None:
         """Goes on after this step: drops rows that came later, and remembers the alarms of those that stay."""

@@ -1,9 +1,10 @@
 """What rounding does to the products of a step that is looked at: exact where 16-bit arithmetic is emulated, of a
 sample of large tensors as everywhere in Watch. A run that counts its products anyhow has all of them looked at.
 
-Native kernels show only what is left after rounding, and a zero does not tell whether it was one before. There the
-batch runs once more, ahead of its step, through FP32 kernels on the same 16-bit operands: a shadow, which counts what
-rounding makes of its products and leaves nothing behind.
+Native kernels show only what is left after rounding, and a zero does not tell whether it was one before. There FP32
+kernels multiply the same 16-bit operands. Either beside the backward pass, product by product (`native.py`); or, for
+those who can give their batch, in a run of the batch ahead of its step, a shadow, which counts what rounding makes of
+all its products, those of the forward pass too, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 
 from mptrain.precision.blocks import Shelf
 from mptrain.precision.counting import DIRECTIONS, KINDS, OPERANDS, Counter
+from mptrain.precision.dispatch import innermost
+from mptrain.watch.histogram import Histogram
+from mptrain.watch.native import Native
+from mptrain.watch.statistics import read
 
 
 def are_native(arithmetic: Any) -> bool:
@@ -24,33 +29,70 @@ def are_native(arithmetic: Any) -> bool:
     return arithmetic is not None and arithmetic.dtype is not None and not (arithmetic.emulated or arithmetic.fp8)
 
 
-class Products:
-    """The counts of one step; of a tensor larger than `sample` so many of its elements are looked at."""
+def may_be_native(arithmetic: Any) -> bool:
+    """Whether there may be native 16-bit products: known to be, those beside FP8's, or anything if nobody said."""
+    return arithmetic is None or (arithmetic.dtype is not None and not arithmetic.emulated)
 
-    def __init__(self, models: Mapping[str, nn.Module], arithmetic: Any, sample: int | None, shelf: Shelf):
-        self.models, self.arithmetic, self.sample, self.shelf = models, arithmetic, sample, shelf
+
+class Products:
+    """The counts of one step; of a tensor larger than `sample` so many of its elements are looked at.
+
+    arithmetic: None if nobody said; then it is that of the region in which the networks run, if it is one of ours.
+    native: counts what is not emulated; None if that is not to be looked at in this step.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        arithmetic: Any,
+        sample: int | None,
+        shelf: Shelf,
+        native: Native | None = None,
+    ):
+        self.models, self.arithmetic, self.sample, self.shelf, self.native = models, arithmetic, sample, shelf, native
         self.counter: Counter | None = None
+        self.lent = False
         self.before: dict[tuple[str, str], Tensor] = {}
         self.sizes: dict[tuple[str, str], int] = {}
+        self.spare: Counter | None = None
 
     def follow(self) -> list[Any]:
         """Lets the emulation count for this step, unless it counts anyhow; returns what to remove when it ends."""
-        arithmetic = self.arithmetic
-        if arithmetic is None or arithmetic.dtype is None or not (arithmetic.emulated or arithmetic.fp8):
+        if self.arithmetic is not None and not _counts(self.arithmetic):
             return []
-        handles: list[Any] = []
+        if self.arithmetic is not None and self.arithmetic.counter is not None:
+            self._adopt(self.arithmetic)
+            return []
+        self.spare = Counter(self.sample, self.shelf)  # knows the layers from the beginning, whoever will count
+        handles = [Undo(self._let_go), *self.spare.watch(self.models.items())]
+        if self.arithmetic is not None:
+            self._adopt(self.arithmetic)
+        return handles
+
+    def find(self) -> None:
+        """Within the forward pass: looks whose region it is, if nobody said."""
+        if self.arithmetic is None and self.counter is None and _counts(found := innermost()):
+            self._adopt(found)
+
+    def _adopt(self, arithmetic: Any) -> None:
+        self.arithmetic = arithmetic
         if arithmetic.counter is None:
-            arithmetic.counter = Counter(self.sample, self.shelf)
-            handles.append(Undo(lambda: setattr(arithmetic, "counter", None)))
-            handles += arithmetic.counter.watch(self.models.items())
+            arithmetic.counter, self.lent = self.spare, True
         self.counter = arithmetic.counter
         self.counter.settle()
         self.before, self.sizes = dict(self.counter.totals), dict(self.counter.sizes)
-        return handles
+        if self.native is not None and not arithmetic.fp8:
+            self.native.on = False
+
+    def _let_go(self) -> None:
+        if self.lent:
+            self.arithmetic.counter = None
 
     def shadow(self, run: Callable[[Any], Any]) -> None:
         """Counts a run of the coming batch, forward and backward, in the region that it is given."""
         self.counter = Counter(self.sample, self.shelf)
+        if self.native is not None:
+            self.native.on = False
         handles = self.counter.watch(self.models.items())
         try:
             with unseen(self.models.values()):
@@ -64,20 +106,48 @@ class Products:
         if self.counter is not None:
             self.counter.settle()
 
-    def rows(self, step: int, scale: float | None, order: Mapping[str, int]) -> list[dict[str, Any]]:
+    def rows(self, step: int, scale: float | None, order: Mapping[str, int]) -> Iterator[dict[str, Any]]:
         """One row for each layer that ran and each direction."""
-        if self.counter is None:
-            return []
-        self.counter.settle()
-        keys = sorted(self.counter.totals, key=lambda key: (order.get(key[0], -1), DIRECTIONS.index(key[1])))
-        changes = [self.counter.totals[key] - self.before.get(key, 0) for key in keys]
-        rows = []
+        if self.counter is not None:
+            self.counter.settle()
+            compute = self.arithmetic.compute
+            dtypes = {key: OPERANDS.get(key[1], compute) for key in self.counter.totals}
+            yield from self._rows(
+                self.counter,
+                dtypes,
+                {k: Histogram.from_bins(*bins, 0) for k, bins in self.counter.exponents()},
+                step,
+                scale,
+                order,
+            )
+        if self.native is not None:
+            counter = self.native.counter
+            names = {key: str(dtype).removeprefix("torch.") for key, dtype in self.native.dtypes.items()}
+            found = iter(read([row for rows in self.native.exact.values() for row in rows]))
+            exact = {
+                k: sum((next(found).histogram for _ in rows), Histogram()) for k, rows in self.native.exact.items()
+            }
+            yield from self._rows(counter, names, exact, step, scale, order)
+
+    def _rows(
+        self,
+        counter: Counter,
+        dtypes: Mapping[tuple[str, str], str],
+        exact: Mapping[tuple[str, str], Histogram],
+        step: int,
+        scale: float | None,
+        order: Mapping[str, int],
+    ) -> Iterator[dict[str, Any]]:
+        keys = sorted(counter.totals, key=lambda key: (order.get(key[0], -1), DIRECTIONS.index(key[1])))
+        mine = counter is self.counter
+        changes = [counter.totals[key] - (self.before.get(key, 0) if mine else 0) for key in keys]
         for key, values in zip(keys, torch.stack(changes).tolist() if changes else [], strict=True):
             layer, direction = key
             counts = dict(zip(KINDS, values, strict=True))
             if not counts["values"] or layer not in order:
                 continue
-            rows.append(
+            first, exponents = exact.get(key, Histogram()).bins()
+            yield (
                 dict.fromkeys(("norm", "min", "max", "mean", "abs_mean", "std", "nan", "below", "above"))
                 | {"lost": None, "small_updates": None}
                 | {
@@ -86,20 +156,24 @@ class Products:
                     "order": order[layer],
                     "kind": {"forward": "output"}.get(direction, direction),
                     "name": "products",
-                    "dtype": OPERANDS.get(direction, self.arithmetic.compute),
+                    "dtype": dtypes[key],
                     "calls": 1,
                     "scale": scale,
-                    "count": self.counter.sizes[key] - self.sizes.get(key, 0),
+                    "count": counter.sizes[key] - (self.sizes.get(key, 0) if mine else 0),
                     "sampled": counts["values"],
                     "zero": counts["zero"],
                     "inf": counts["overflowed"],
                     "subnormal": counts["subnormal"],
                     "flushed": counts["flushed"],
-                    "first_exponent": 0,
-                    "exponents": [],
+                    "first_exponent": first,
+                    "exponents": exponents,
                 }
             )
-        return rows
+
+
+def _counts(arithmetic: Any) -> bool:
+    """Whether a region rounds by our hands, which can count."""
+    return arithmetic is not None and arithmetic.dtype is not None and bool(arithmetic.emulated or arithmetic.fp8)
 
 
 class Undo:

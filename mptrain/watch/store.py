@@ -18,7 +18,8 @@ A folder of parts, each named by the last step in it, which pandas, pyarrow and 
                 of weights kept in FP32: how many of those that have a gradient are over 2048 times their update, which
                 FP16 would round away; null elsewhere, and where the optimizer did not step
     first_exponent, exponents
-                counts of 2^e <= |x| < 2^(e+1) from the first exponent on, loss scale included
+                counts of 2^e <= |x| < 2^(e+1) from the first exponent on, loss scale included; of products before
+                rounding, where something was flushed
 """
 
 from __future__ import annotations
