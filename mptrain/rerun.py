@@ -60,7 +60,7 @@ def explain(run: Run, window: list[Batch]) -> list[Finding]:
         content = {"step": run.attempted, "scale": run.scaler.value, **found[0].as_dict()}
         write_atomically(run.record.folder / "provenance.json", json.dumps(content, indent=1) + "\n")
         message = f"step {run.attempted} is not finite, first in the {found[0]}; {found[0].advice}"
-        print(f"mptrain: {message}", file=sys.stderr)
+        print("\n  ".join([f"mptrain: {message}", *found[0].details]), file=sys.stderr)
     return found
 
 

@@ -25,7 +25,7 @@ from mptrain.results import watched
 from mptrain.results.quantities import logged
 from mptrain.results.runs import Run, find_runs
 from mptrain.results.summary import BadSummary, load, number_or_none
-from mptrain.watch.alarms import UNDERFLOW
+from mptrain.watch.underflow import UNDERFLOW
 
 RECIPES = ("clip_hard", "yolo")
 COLUMNS = ("hard batches", "norm", "precision", "scale", "seeds", "recall@10 before", "recall@10 at the end")

@@ -106,10 +106,12 @@ def test_records_and_tables_need_no_torch():
             assert not {name for name in imports(path) if name.split(".")[0] == "torch"}, path
 
 
-@pytest.mark.parametrize("name", ["alarms", "histogram", "store"])
+@pytest.mark.parametrize("name", ["alarms", "underflow", "histogram", "store"])
 def test_reading_what_was_watched_needs_no_torch(name):
     names = imports(PACKAGE / "watch" / f"{name}.py")
-    assert {n for n in names if n.startswith("mptrain")} <= {"mptrain.errors", "mptrain.watch.histogram"}
+    assert {n for n in names if n.startswith("mptrain")} <= {
+        "mptrain.errors", "mptrain.watch.histogram", "mptrain.watch.underflow"
+    }  # fmt: skip
     assert not {n for n in names if n.split(".")[0] == "torch"}
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mptrain.watch import alarms
+from mptrain.watch import underflow
 from mptrain.watch.alarms import Alarms, adam_overshoot, replay, rising, slope
 from mptrain.watch.store import REAL, WHOLE
 
@@ -32,15 +32,15 @@ def test_five_percent_of_what_was_not_zero():
 def test_a_sample_stands_for_the_whole_of_its_tensor():
     large = {**counted("a", 40), "count": 9000}  # 40 of 800 nonzero, nine times as many in all
     small = counted("b", 0)
-    assert alarms.flushed_share([large, small]) == pytest.approx(9 * 40 / (9 * 800 + 800))
+    assert underflow.flushed_share([large, small]) == pytest.approx(9 * 40 / (9 * 800 + 800))
     assert rules(row(), large, small)["underflow"].layers == ("a",)
 
 
 def test_advice_reads_the_histogram():
     low = row(kind="grad_weight", name="weight", first=-20, exponents=(5,), scale=128.0)
     high = row(kind="grad_weight", name="weight", first=13, exponents=(5,), scale=128.0)
-    assert alarms.advice([low]) == "raise the loss scale: the largest gradient leaves room for 1.09951e+12 (now 128)"
-    assert alarms.advice([low, high]).startswith("move to BF16")
+    assert underflow.advice([low]) == "raise the loss scale: the largest gradient leaves room for 1.09951e+12 (now 128)"
+    assert underflow.advice([low, high]).startswith("move to BF16")
 
 
 def test_a_rise_is_tested_and_a_flat_share_is_healthy():

@@ -1,5 +1,6 @@
 import dataclasses
 import gc
+import json
 
 import pytest
 import torch
@@ -197,3 +198,65 @@ def test_a_row_that_a_mask_leaves_empty():
     x, hidden = torch.ones(1, 3, 4), torch.ones(1, 3, dtype=torch.bool)
     found = first_nonfinite({"model": model}, lambda: model(x, x, x, key_padding_mask=hidden)[0].sum().backward())
     assert found.where == "forward" and found.op is not None and "softmax" in found.op, found
+
+
+def growing():
+    layers = [nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)]
+    with torch.no_grad():
+        for layer, value in zip(layers, (10.0, 1000.0, 100.0), strict=True):
+            layer.weight.fill_(value)
+    return nn.Sequential(layers[0], nn.ReLU(inplace=True), nn.Sequential(layers[1]), layers[2])
+
+
+def test_what_came_before_is_told():
+    model = growing()
+
+    def run():
+        with torch.autocast("cpu", torch.float16):
+            model(torch.ones(3, 2)).float().mean().backward()
+
+    found = first_nonfinite({"model": model}, run)
+    assert str(found) == "forward of 3 (Linear) in mm"
+    assert [(each["module"], each["max"]) for each in found.before] == [("0", 20.0), ("2.0", 40000.0)]
+    assert found.details[1] == "before it: 0 (3x2) 20 to 20; 2.0 (3x2) 4e+04 to 4e+04"
+    assert found.details[0] == "given: float16 (3x2) 4e+04 to 4e+04; float16 (2x1) 100 to 100"
+    assert found.details[2].startswith("at: ") and "model(torch.ones(3, 2))" in found.details[2]
+    assert found.as_dict()["before"][0]["type"] == "Linear"
+
+
+def test_gradients_that_came_before_are_told():
+    model = network(backward=float("inf"))
+
+    def run():
+        model(torch.ones(3, 2)).sum().backward()
+
+    found = first_nonfinite({"model": model}, run)
+    assert found.where == "backward" and (found.before[0]["module"], found.before[0]["max"]) == ("3", 1.0)
+
+
+def test_in_a_loop_of_ones_own(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(growing(), nn.BatchNorm1d(1), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    watch = mptrain.Watch(model, optimizer, 1, tmp_path)
+
+    def backward():
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.ones(3, 2)).float().mean()
+        loss.backward()
+        return loss.detach()
+
+    loss = backward()
+    before = [model[1].running_mean.clone(), model[0][0].weight.grad, torch.get_rng_state()]
+    found = watch.explain(backward)
+    assert not loss.isfinite() and found.module == "0.3"
+    assert all(map(torch.equal, before[::2], [model[1].running_mean, torch.get_rng_state()]))
+    assert model[0][0].weight.grad is before[1]
+    watch.step(loss)
+    assert {row["calls"] for row in watch.rows} == {1}
+    written = json.loads((tmp_path / "provenance.json").read_text())
+    assert written["step"] == 1 and written["module"] == "0.3" and written["before"]
+    with torch.no_grad():
+        model[0][3].weight.fill_(0.1)
+    assert watch.explain(backward) is None
+    watch.close()

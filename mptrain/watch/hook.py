@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,8 @@ from mptrain.precision.blocks import Shelf
 from mptrain.watch.alarms import Alarm, Alarms, replay
 from mptrain.watch.collection import Collection
 from mptrain.watch.modules import named
-from mptrain.watch.products import are_native
+from mptrain.watch.products import are_native, unseen
+from mptrain.watch.provenance import Finding, first_nonfinite
 from mptrain.watch.store import Store
 
 DENSE_STEPS, DENSER = 50, 5
@@ -131,6 +133,23 @@ class Watch:
         if self.wants_shadow:
             assert self._collection is not None
             self._collection.shadow(run)
+
+    def explain(self, run: Callable[[], Any]) -> Finding | None:
+        """Once something was not finite: lets `run()` compute that batch's loss and gradients once more, and tells
+        where it began: module, operation, its inputs and the lines that led there; None if all is finite.
+
+            if not loss.isfinite():
+                found = watch.explain(lambda: scaler.scale(loss_of(batch)).backward())
+                print(found, found.advice, *found.details, sep="\\n")
+
+        Leaves provenance.json in `out`, and no other trace: gradients, buffers and random numbers are put back.
+        """
+        with self.blind(), unseen(self.models.values()):
+            found = first_nonfinite(self.models, run)
+        if found is not None and self.store is not None:
+            path = self.store.folder.parent / "provenance.json"
+            path.write_text(json.dumps({"step": self.done + 1, **found.as_dict()}, indent=1) + "\n", encoding="utf-8")
+        return found
 
     def resume(self, step: int) -> None:
         """Goes on after this step: drops rows that came later, and remembers the alarms of those that stay."""

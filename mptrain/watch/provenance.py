@@ -10,8 +10,9 @@ backward pass can be traced to a line of the forward pass.
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mptrain.watch.modules import named, tensors
 PREPARES = ("empty", "full", "fill", "new_", "scalar_tensor", "lift_fresh", "resize", "detach", "view", "alias")
 """Operations whose result may hold infinities on purpose, such as masks, or nothing yet."""
 FRAMES = 12
+BEFORE = 20
 LABEL = "mptrain.module"
 OUTSIDE = "(loss)"
 """Where no module runs."""
@@ -36,7 +38,9 @@ class Finding:
 
     where: forward | backward | data | weight (or buffer). module: its path, "" of the whole network, or OUTSIDE.
     op: the first operation with finite inputs and another result, None if there is none. inputs: of that operation, or
-    of the module. frames: source lines of the forward pass that led there, the innermost last.
+    of the module. frames: source lines of the forward pass that led there, the innermost last. before: what the last
+    modules before it put out or, if where is backward, got as gradients, each with module, type and `extent`; the
+    cause often lies there.
     """
 
     where: str
@@ -45,6 +49,7 @@ class Finding:
     op: str | None
     inputs: list[dict[str, Any]]
     frames: list[str]
+    before: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -67,6 +72,14 @@ class Finding:
             "backward": "the gradient overflowed or an operation has no finite derivative here; a lower loss scale "
             "helps against the first only",
         }[self.where]
+
+    @property
+    def details(self) -> list[str]:
+        """Lines that say what it was given, what came before, and where it stands in the source."""
+        given = [f"{each.get('name', each['dtype'])} {_told(each)}" for each in self.inputs]
+        passed = [f"{each['module'] or 'the whole network'} {_told(each)}" for each in self.before[-3:]]
+        lines = [("given", "; ".join(given)), ("before it", "; ".join(passed)), ("at", (self.frames or [""])[-1])]
+        return [f"{name}: {text}" for name, text in lines if text]
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "message": str(self), "advice": self.advice}
@@ -110,6 +123,9 @@ class _Eyes:
         self.bad_gradient: str | None = None
         self.births: list[_Birth] = []
         self.born_backward: list[_Birth] = []
+        self.passed: deque[dict[str, Any]] = deque(maxlen=BEFORE)
+        self.passed_backward: deque[dict[str, Any]] = deque(maxlen=BEFORE)
+        self.latest: Tensor | None = None
 
     def __enter__(self) -> _Eyes:
         self.handles = [
@@ -139,6 +155,9 @@ class _Eyes:
                 self._follow(node)
             if self.bad is None and not finite(tensor):
                 self.bad = module, tensors(inputs), len(self.births)
+            if self.bad is None and tensor is not self.latest:  # as a container hands on what its last module made
+                self.passed.append(self._passing(path, tensor))
+                self.latest = tensor
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(lambda g, path=path: self._comes_back(path, g))
 
@@ -157,6 +176,11 @@ class _Eyes:
     def _comes_back(self, path: str, gradient: Tensor) -> None:
         if self.bad_gradient is None and not finite(gradient):
             self.bad_gradient = path
+        elif self.bad_gradient is None and not self.born_backward:
+            self.passed_backward.append(self._passing(path, gradient))
+
+    def _passing(self, path: str, tensor: Tensor) -> dict[str, Any]:
+        return {"module": path, "type": self.types[path], **extent(tensor)}
 
     def finding(self, losses: list[Tensor]) -> Finding | None:
         if self.bad is not None:
@@ -166,7 +190,8 @@ class _Eyes:
         if self.born_backward:
             return self._of("backward", self.born_backward[0])
         if self.bad_gradient is not None:
-            return Finding("backward", self.bad_gradient, self.types[self.bad_gradient], None, [], [])
+            before = list(self.passed_backward)
+            return Finding("backward", self.bad_gradient, self.types[self.bad_gradient], None, [], [], before)
         return None
 
     def _forward(self, module: nn.Module, inputs: list[Tensor], born: int) -> Finding:
@@ -177,7 +202,7 @@ class _Eyes:
             name, p = next(iter(parameters.items()))
             inner = ".".join(part for part in (path, name.rpartition(".")[0]) if part)
             ranges = [{"name": name.rpartition(".")[2], **extent(p)}]
-            return Finding("weight", inner, self.types.get(inner, ""), None, ranges, [])
+            return Finding("weight", inner, self.types.get(inner, ""), None, ranges, [], list(self.passed))
         sound = all(map(finite, inputs))
         births = [birth for birth in self.births[:born] if sound or birth.clean]
         here = [birth for birth in births if birth.module == path] or births[-1:]
@@ -187,11 +212,12 @@ class _Eyes:
                 return self._of("forward", at)
         ranges = [extent(t) for t in inputs]
         where = "forward" if sound else "data"
-        return Finding(where, path, self.types[path], None, ranges, [])
+        return Finding(where, path, self.types[path], None, ranges, [], list(self.passed))
 
     def _of(self, where: str, birth: _Birth) -> Finding:
         kind = self.types.get(birth.module, "")
-        return Finding(where, birth.module, kind, birth.op, birth.inputs, birth.frames)
+        before = list(self.passed if where == "forward" else self.passed_backward)
+        return Finding(where, birth.module, kind, birth.op, birth.inputs, birth.frames, before)
 
 
 class _Operations(TorchDispatchMode):
@@ -273,6 +299,14 @@ def extent(tensor: Tensor) -> dict[str, Any]:
         "nan": int(values.isnan().sum()),
         "inf": int(values.isinf().sum()),
     }
+
+
+def _told(seen: dict[str, Any]) -> str:
+    """An extent in words."""
+    shape = "x".join(map(str, seen["shape"])) or "a number"
+    bad = [f"{seen[kind]} {kind}" for kind in ("nan", "inf") if seen[kind]]
+    inside = [] if seen["min"] is None else [f"{seen['min']:.3g} to {seen['max']:.3g}"]
+    return f"({shape}) {' and '.join(inside + bad) or 'empty'}"
 
 
 def readable(stack: list[str]) -> list[str]:
