@@ -50,6 +50,12 @@ def test_moments_at_any_magnitude(size):
     assert s.std == pytest.approx(exact.std(correction=0).item(), rel=1e-5)
 
 
+def test_the_deviation_of_many_equal_numbers_beside_one_that_is_not_finite():
+    x = torch.full((700_000,), 0.1)
+    x[0], x[1:200_000] = torch.inf, -4.0
+    assert describe(x).std == pytest.approx(x[1:].double().std(correction=0).item(), rel=1e-6)
+
+
 def test_nothing_finite_and_nothing_at_all():
     s = describe(torch.tensor([math.nan, math.inf]))
     assert s.norm is None and s.min is None and s.mean is None and (s.nan, s.inf) == (1, 1)

@@ -203,7 +203,8 @@ def _with_care(whole: Tensor, part: Tensor) -> tuple[list[Tensor], list[Tensor]]
     low, high = torch.where(finite, whole, torch.inf).amin(), torch.where(finite, whole, -torch.inf).amax()
     peak = torch.maximum(low.abs(), high.abs())
     unit = torch.where((peak > 0) & peak.isfinite(), peak, 1.0)
-    norm = torch.linalg.vector_norm(torch.where(finite, whole, 0.0) / unit)
+    wide = torch.float64 if whole.device.type == "cpu" else None  # where squares are added one after the other
+    norm = torch.linalg.vector_norm(torch.where(finite, whole, 0.0) / unit, dtype=wide)
     size = part.abs()
     nan, infinite = torch.count_nonzero(part.isnan()), torch.count_nonzero(part.isinf())
     over = torch.count_nonzero(size >= OVERFLOWS_FROM) - infinite
@@ -213,7 +214,7 @@ def _with_care(whole: Tensor, part: Tensor) -> tuple[list[Tensor], list[Tensor]]
     total = y.sum()
     apart = torch.where(finite, y - total / (part.numel() - nan - infinite), 0.0)
     return (
-        [low, high, unit, norm, total, y.abs().sum(), torch.linalg.vector_norm(apart)],
+        [low, high, unit, norm, total, y.abs().sum(), torch.linalg.vector_norm(apart, dtype=wide)],
         [torch.count_nonzero(part), nan, infinite, tie, over],
     )
 
