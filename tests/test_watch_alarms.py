@@ -44,13 +44,16 @@ def test_advice_reads_the_histogram():
 
 
 def test_a_rise_is_tested_and_a_flat_share_is_healthy():
-    up, flat, late = Alarms(), Alarms(), Alarms()
+    up, flat, late, little = Alarms(), Alarms(), Alarms(), Alarms()
     for i in range(12):
         up.look([counted("a", 2 + 2 * i, step=10 * i + 1)])
         flat.look([counted("a", 16 + i % 2, step=10 * i + 1)])
         late.look([counted("a", 2 + 2 * i, step=10 * i + 1001)])
+        little.look([counted("a", 6 + i % 2, step=10 * i + 1)])
     assert [a.rule for a in up.found] == ["rising underflow"]
-    assert flat.verdict() == late.verdict() == "healthy"
+    assert little.verdict() == "healthy"
+    assert flat.verdict() == "no alarm (2.1% of the gradients are rounded to zero)"
+    assert late.verdict() == "no alarm (3.0% of the gradients are rounded to zero)"
 
 
 def test_mann_kendall():
@@ -71,6 +74,19 @@ def test_no_scale_holds_more_than_forty_binades():
     wide = dict(kind="grad_weight", name="weight", first=-30)
     assert "too wide for FP16" not in rules(row(**wide, exponents=[10] * 40))
     assert "41 powers" in rules(row(**wide, exponents=[10] * 41))["too wide for FP16"].evidence
+
+
+def test_what_fp16_cannot_hold_is_seen_before_it_is_rounded():
+    gradient = row(kind="grad_weight", name="weight", first=-24, exponents=[10] * 40)
+    products = {**counted("a", 90), "first_exponent": -40, "exponents": [1] * 56}
+    assert "56 powers" in rules(gradient, products)["too wide for FP16"].evidence
+
+
+def test_bf16_has_the_range_of_fp32():
+    wide = row(kind="grad_weight", name="weight", first=-60, exponents=[10] * 60, dtype="float32")
+    large = row(max=1e6, dtype="bfloat16")
+    assert not rules(wide, large)
+    assert set(rules(wide, row(max=1e6, dtype="float32"))) == {"too wide for FP16", "activations near overflow"}
 
 
 def test_activations_within_a_factor_of_four():
@@ -118,6 +134,19 @@ def test_zero_gradients_under_adam():
         found.look([row(step, **moment), gradient])
     assert [a.rule for a in found.found] == ["gradients are zero"]
     assert "for 21 steps" in found.found[0].evidence
+
+
+def test_the_overshoot_is_that_of_the_optimizer_s_own_betas():
+    found = Alarms(betas={("a", "weight"): (0.5, 0.9)})
+    moment = dict(kind="moment", name="weight.exp_avg_sq")
+    for step, zero in [(1, 0), (10, 10), (20, 10), (30, 10)]:
+        gradient = row(step, kind="grad_weight", name="weight", exponents=(10 - zero,), zero=zero, sampled=10)
+        found.look([row(step, **moment), gradient])
+    m, v, peak = 0.5**21, 0.9**21, 1.0
+    for _ in range(100):
+        m, v = 0.5 * m + 0.5, 0.9 * v + 0.1
+        peak = max(peak, m / v**0.5)
+    assert f"peaks at {peak:.2f} times" in found.found[0].evidence and peak > 1.4
 
 
 @pytest.mark.parametrize(("steps", "peak"), [(100, 1.07), (1000, 1.6), (3000, 3.5), (10000, 6.6)])

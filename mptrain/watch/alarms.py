@@ -8,25 +8,31 @@ that rises, is not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mptrain.watch.underflow import LOST, Alarm, Rows, advice, flushed_share, gradients, histogram, underflow
+from mptrain.watch.underflow import LOST, Alarm, Rows, advice, flushed_share, gradients, histogram, products, underflow
 
 HEALTHY = 0.01
 TREND_STEPS, TREND_POINTS, TREND_P = 1000, 8, 0.01
 SPAN = 40
 NEAR_OVERFLOW = 65504 / 4
 COLLAPSE = 1024
+USUAL = 0.9, 0.999
+Betas = Mapping[tuple[str, str], tuple[float, float]]
 PATIENCE = 3
 """Looks in a row before zeros or a scale at its floor are an alarm."""
 
 
 class Alarms:
-    """Looks at collection after collection and tells what is new."""
+    """Looks at collection after collection and tells what is new.
 
-    def __init__(self, floor: float = 1.0):
-        self.floor = floor
+    floor: of the loss scale. betas: of the optimizer, per layer and parameter, where they are not Adam's usual ones.
+    """
+
+    def __init__(self, floor: float = 1.0, betas: Betas | None = None):
+        self.floor, self.betas = floor, betas or {}
+        self.rate = 0.0
         self.found: list[Alarm] = []
         self.rates: list[tuple[int, float]] = []
         self.scales: list[tuple[int, float]] = []
@@ -51,11 +57,16 @@ class Alarms:
         return new
 
     def verdict(self) -> str:
-        """ "healthy", or the rules that were broken."""
-        return ", ".join(dict.fromkeys(alarm.rule for alarm in self.found)) or "healthy"
+        """ "healthy", or the rules that were broken; without any, what keeps a run from being called healthy."""
+        if self.found:
+            return ", ".join(dict.fromkeys(alarm.rule for alarm in self.found))
+        return "healthy" if self.rate < HEALTHY else f"no alarm ({self.rate:.1%} of the gradients are rounded to zero)"
 
     def _trend(self, step: int, rows: Rows) -> Iterator[Alarm]:
-        if step > TREND_STEPS or (rate := flushed_share(rows)) is None:
+        if (rate := flushed_share(rows)) is None:
+            return
+        self.rate = rate
+        if step > TREND_STEPS:
             return
         self.rates.append((step, rate))
         if rate >= HEALTHY and len(self.rates) >= TREND_POINTS and rising([r for _, r in self.rates]) < TREND_P:
@@ -99,7 +110,7 @@ class Alarms:
 
     def _zero_gradients(self, step: int, rows: Rows) -> Iterator[Alarm]:
         adam = {(row["layer"], row["name"].split(".")[0]) for row in rows if row["name"].endswith("exp_avg_sq")}
-        layers, longest = [], 0
+        layers, longest, peak = [], 0, 0.0
         for row in rows:
             key = row["layer"], row["name"]
             if row["kind"] != "grad_weight" or key not in adam or row["name"] == "products":
@@ -112,20 +123,27 @@ class Alarms:
                 if looks + 1 >= PATIENCE:
                     layers.append(row["layer"])
                     longest = max(longest, step - since + 1)
+                    peak = max(peak, adam_overshoot(step - since + 1, *self.betas.get(key, USUAL)))
         if layers:
             yield Alarm(
                 "gradients are zero",
                 step,
                 tuple(dict.fromkeys(layers)),
                 f"all of them for {longest} steps; once they return, Adam's update peaks at "
-                f"{adam_overshoot(longest):.2f} times the learning rate, since its second moment fades meanwhile",
+                f"{peak:.2f} times the learning rate, since its second moment fades meanwhile",
                 "raise the scale or move to BF16 before that; lower the learning rate if they return",
             )
 
 
 def span(rows: Rows) -> Iterator[Alarm]:
-    """Gradients that span more than 40 binades, which is all that FP16 has, subnormals included."""
-    wide = {row["layer"]: b for row in gradients(rows) if (b := histogram(row).binades()) > SPAN}
+    """Gradients that span more than 40 binades, which is all that FP16 has, subnormals included.
+
+    What has been rounded to FP16 cannot: there the products tell, as they were before.
+    """
+    if _bfloat16(rows):
+        return
+    seen = [*gradients(rows), *(row for row in products(rows) if row["exponents"])]
+    wide = {row["layer"]: b for row in seen if (b := histogram(row).binades()) > SPAN}
     if wide:
         yield Alarm(
             "too wide for FP16",
@@ -137,8 +155,10 @@ def span(rows: Rows) -> Iterator[Alarm]:
 
 
 def near_overflow(rows: Rows) -> Iterator[Alarm]:
-    """Activations within a factor of 4 of FP16's largest number."""
+    """Activations within a factor of 4 of FP16's largest number; of an FP32 run, what a move to FP16 would meet."""
     near: dict[str, float] = {}
+    if _bfloat16(rows):
+        return
     for row in rows:
         if row["kind"] in ("input", "output") and row["name"] != "products" and row["max"] is not None:
             size = math.inf if row["inf"] else max(-row["min"], row["max"])
@@ -152,6 +172,12 @@ def near_overflow(rows: Rows) -> Iterator[Alarm]:
             f"values up to {max(near.values()):.4g}; FP16 ends at 65504",
             "no loss scale changes this: use BF16, normalise, or keep these layers in FP32 (precision.keep_fp32)",
         )
+
+
+def _bfloat16(rows: Rows) -> bool:
+    """Whether 16-bit tensors are BF16's, which has FP32's range."""
+    kept = {row["dtype"] for row in rows if row["kind"] in ("input", "output", "grad_output", "weight")}
+    return "bfloat16" in kept and "float16" not in kept
 
 
 def buffers(rows: Rows) -> Iterator[Alarm]:
@@ -181,7 +207,7 @@ def lost_updates(rows: Rows) -> Iterator[Alarm]:
             rows[0]["step"],
             tuple(dict.fromkeys(layer for layer, _ in lossy)),
             f"up to {max(lossy.values()):.0%} of a tensor's weights are so large beside their update that it rounds "
-            "away (FP16: 2048 times)",
+            "away (FP16: 2048 times, BF16: 256)",
             "keep an FP32 master copy (precision=fp16_master or fp16)",
         )
 
@@ -201,18 +227,18 @@ def slope(points: Sequence[tuple[int, float]]) -> float:
     return float(theilslopes([y for _, y in points], [x for x, _ in points]).slope)
 
 
-def adam_overshoot(steps: int, beta1: float = 0.9, beta2: float = 0.999) -> float:
+def adam_overshoot(steps: int, beta1: float = USUAL[0], beta2: float = USUAL[1]) -> float:
     """The largest update, in learning rates, after a constant gradient was zero for so many steps and came back."""
     m, v, peak = beta1**steps, beta2**steps, 1.0
-    for _ in range(200):
+    for _ in range(math.ceil(20 / (1 - beta1)) if beta1 < 1 else 1):
         m, v = beta1 * m + 1 - beta1, beta2 * v + 1 - beta2
         peak = max(peak, m / math.sqrt(v))
     return peak
 
 
-def replay(rows: Iterable[dict[str, Any]], floor: float = 1.0) -> Alarms:
+def replay(rows: Iterable[dict[str, Any]], floor: float = 1.0, betas: Betas | None = None) -> Alarms:
     """The alarms of a whole table, for a run that goes on and for a report."""
-    alarms = Alarms(floor)
+    alarms = Alarms(floor, betas)
     by_step: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         by_step.setdefault(row["step"], []).append(row)

@@ -279,6 +279,18 @@ def _parameters(watch: Watch) -> dict[nn.Parameter, tuple[str, str]]:
     return found
 
 
+def adam_betas(watch: Watch) -> dict[tuple[str, str], tuple[float, float]]:
+    """Of the chosen layers' parameters that an optimizer with two moments updates."""
+    chosen = _parameters(watch)
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    for optimizer in watch.optimizers:
+        mine = dict(_updated(watch, optimizer, chosen))
+        for group in optimizer.param_groups:
+            if len(betas := group.get("betas", ())) >= 2:
+                found |= {chosen[mine[p]]: (float(betas[0]), float(betas[1])) for p in group["params"] if p in mine}
+    return found
+
+
 def _updated(
     watch: Watch, optimizer: Optimizer, chosen: Mapping[nn.Parameter, Any]
 ) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:

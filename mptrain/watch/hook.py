@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from mptrain.errors import UserError
 from mptrain.precision.blocks import Shelf
 from mptrain.watch.alarms import Alarm, Alarms, replay
-from mptrain.watch.collection import Collection
+from mptrain.watch.collection import Collection, adam_betas
 from mptrain.watch.modules import named
 from mptrain.watch.products import are_native, unseen
 from mptrain.watch.provenance import Finding, first_nonfinite
@@ -80,7 +80,7 @@ class Watch:
         self.on_alarm, self.rounded_updates = on_alarm, rounded_updates
         self.shelf = Shelf()
         self.names = _chosen(self.models, [layers] if isinstance(layers, str) else list(layers))
-        self.alarms = Alarms(floor)
+        self.alarms = Alarms(floor, adam_betas(self))
         self.store = None if out is None else Store(Path(out) / "watch.parquet")
         self.done = 0
         self.dense_until = 0
@@ -157,7 +157,7 @@ class Watch:
         self.done = step
         kept = [] if self.store is None else self.store.cut(step)
         self.shadowed = any(row["name"] == "products" for row in kept)
-        self.alarms = replay(kept, self.alarms.floor)
+        self.alarms = replay(kept, self.alarms.floor, self.alarms.betas)
         self.dense_until = max((alarm.step + DENSE_STEPS for alarm in self.alarms.found), default=0)
         self._begin()
 
