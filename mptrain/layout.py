@@ -34,7 +34,7 @@ def compile_networks(models: Mapping[str, nn.Module], config: Config, arithmetic
     between operations is refused: raises UserError.
     """
     said = f"compile={str(config.compile).lower()}"
-    if arithmetic.handlers:
+    if not arithmetic.compilable:
         raise UserError(
             f"{said} needs torch's own arithmetic, and precision={config.numbers.name} is computed by ours here: a "
             "compiler would leave out roundings; use precision=fp32, or a GPU with kernels for it"

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mptrain import files
 from mptrain.precision import hardware
 from mptrain.precision.modes import Precision
 from mptrain.precision.ran import RanDtypes
@@ -103,6 +104,22 @@ def test_recurrent_layers_of_cudnn(kind, name):
     torch.testing.assert_close(a, b, atol=16 * ULP[name], rtol=0)  # cuDNN rounds the states inside
     for p, q in zip(grads_a, grads_b, strict=True):
         assert (p - q).norm() / q.norm() < 32 * ULP[name]
+
+
+@pytest.mark.parametrize("name", files.names("precision"))
+def test_recurrent_weights_are_where_cudnn_wants_them(name):
+    """It would remark on it otherwise, whatever format they are kept in; so it is while they are evaluated in FP32."""
+    precision, layer = Precision.load(name), nn.LSTM(32, 32, num_layers=2).cuda()
+    weights, x = precision.prepare(layer), randn(5, 4, 32)
+    with hardware.tf32(False):
+        with precision.arithmetic("cuda"):
+            output, _ = layer(x)
+        output.float().sum().backward()
+        with weights.evaluating(fp32=True), torch.no_grad():
+            exact, _ = layer(x)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in layer.parameters())
+    assert exact.dtype == torch.float32
+    torch.testing.assert_close(output.float(), exact, atol=2.0**-5, rtol=0)
 
 
 @pytest.mark.parametrize("operation", ["matmul", "conv", "rnn"])

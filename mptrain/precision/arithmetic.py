@@ -21,6 +21,7 @@ rounded, states inside stay FP32, outputs and their gradients are rounded.
 from __future__ import annotations
 
 import functools
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -73,6 +74,8 @@ class Arithmetic(AbstractContextManager):
         self.handlers = self._handlers(keep_fp32)
         self.by_torch = {n for n in policy.CPU_AUTOCAST_TOO if self.handlers.get(n) == self._cast}
         self.left_to_torch = self.by_torch if forward_only else set()
+        self.compilable = not self.handlers.keys() - policy.RECURRENT and not keep_fp32
+        """whether nothing is computed by us but recurrent layers, which torch's compiler leaves alone"""
         # TF32 changes no dtype; autocast is entered because only it opens its dispatch key.
         self.autocast_dtype = self.dtype or (torch.bfloat16 if self.handlers else None)
         self.installed = False
@@ -106,8 +109,14 @@ class Arithmetic(AbstractContextManager):
             handlers["cross_entropy_loss"] = self._fp32  # made of FP32 operations alone: one stop instead of three
         if self.fp8 is not None:
             handlers["linear"] = self._linear
+        if self.compute == "bfloat16" and self.device_type == "cuda" and not self.emulated:
+            # torch's own kernel of this key takes cuDNN's recurrent layers to FP16, whatever the region's format is
+            handlers |= dict.fromkeys(policy.RECURRENT, self._cast)
         known = policy.LOWER_PRECISION | policy.RECURRENT | policy.CONV_PADDING | policy.PROMOTE | set(handlers)
-        return handlers | {name: self._fp32 for name in known if policy.base_name(name) in keep_fp32}
+        handlers |= {name: self._fp32 for name in known if policy.base_name(name) in keep_fp32}
+        if self.device_type == "cuda":
+            handlers |= {name: _scattered(handlers[name]) for name in policy.RECURRENT & handlers.keys()}
+        return handlers
 
     # How each class of operation runs. `operation` is the ATen overload, `below` the dispatch keys below autocast.
 
@@ -220,6 +229,17 @@ class Arithmetic(AbstractContextManager):
 
     def _store(self, t: Tensor) -> Tensor:
         return t.to(self.dtype) if t.dtype == torch.float32 else t
+
+
+def _scattered(handler: Handler) -> Handler:
+    """The handler of a recurrent layer, without cuDNN's remark that weights, made for this call, lie apart."""
+
+    def run(operation, below, args, kwargs):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk of memory")
+            return handler(operation, below, args, kwargs)
+
+    return run
 
 
 @functools.cache
