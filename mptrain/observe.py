@@ -10,6 +10,7 @@ from torch import Tensor
 from mptrain.config import WatchConfig
 from mptrain.progress import Progress
 from mptrain.results.record import Record
+from mptrain.watch import events
 from mptrain.watch.alarms import Alarm
 from mptrain.watch.hook import Watch
 
@@ -22,6 +23,7 @@ class Observer:
         self.watch = Watch(
             every=config.every,
             out=record.folder,
+            tensorboard=False,  # the run has a writer
             layers=config.layers,
             sample=config.sample,
             floor=floor,
@@ -34,8 +36,8 @@ class Observer:
         """After each step of the loop."""
         before = self.watch.rows
         self.watch.step(loss)
-        if self.watch.rows is not before:
-            progress.watched(self.watch.done, self.watch.rows)
+        if self.watch.rows is not before and progress.writer is not None:
+            events.show(progress.writer, self.watch.done, self.watch.rows)
 
     def _tell(self, alarm: Alarm) -> None:
         print(f"mptrain: watch: {alarm}", file=sys.stderr)

@@ -30,7 +30,7 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "config": {"files", "options", "paper", "precision.modes"},
     "optim": {"files", "options"},
     "measure": {"precision", "memory"},
-    "progress": {"config", "results.record"},
+    "progress": {"config", "results.record", "watch.events"},
     "observe": {"config", "progress", "results.record", "watch"},
     "jobs": {"results.record"},
     "durations": {"paper", "plan", "results"},

@@ -400,3 +400,21 @@ def test_compiled_networks_run_as_written_while_they_are_looked_at(tmp_path):
     assert seen["compiled"] == seen["plain"] and len(graphs) == 1
     model(torch.ones(5, 2))
     assert len(graphs) == 2  # compiled again, now that nobody looks
+
+
+def test_tensorboard_shows_a_loop_of_ones_own(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    watch = train(model, optimizer, 20, lambda **kw: mptrain.Watch(model, optimizer, 10, tmp_path, **kw), "fp16", 8.0)
+    watch.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    norms = events.Scalars("watch_grad_weight/weight/norm")
+    assert [point.step for point in norms] == [1, 10, 20]
+    assert norms[-1].value == pytest.approx(rows_of(watch, "grad_weight", name="weight")[0]["norm"])
+    assert {point.value for point in events.Scalars("watch_grad_weight/products/flushed")} == {0.0}
+    histogram = events.Histograms("watch_weight/weight/log2")[-1].histogram_value
+    assert histogram.num == 8 and sum(histogram.bucket) == 8
+    train(model, optimizer, 1, lambda **kw: mptrain.Watch(model, out=tmp_path / "quiet", tensorboard=False)).close()
+    assert [path.name for path in (tmp_path / "quiet").iterdir()] == ["watch.parquet"]

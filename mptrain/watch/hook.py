@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 
 from mptrain.errors import UserError
 from mptrain.precision.blocks import Shelf
+from mptrain.watch import events
 from mptrain.watch.alarms import Alarm, Alarms, replay
 from mptrain.watch.collection import Collection, adam_betas
 from mptrain.watch.modules import named
@@ -44,14 +46,15 @@ SHADOWS = 10
 class Watch:
     """Collects statistics of a model's tensors every few steps; see `watch.store` for what is written.
 
-    model, optimizer: one, or several by name. every: steps. out: the folder that gets watch.parquet; None keeps the
-    alarms only. layers: patterns of module paths ("layer1.*"); unset, all modules that own parameters.
-    scaler: mptrain's or torch's, to tell magnitudes without the loss scale. arithmetic: of a Precision; unset, that of
-    the region in which the networks are found to run. What rounding flushes is counted as it happens where a Precision
-    emulates it; where kernels are native, under torch.autocast or in 16-bit networks, FP32 ones multiply again in one
-    of ten collections (`native.py`; `shadow` sees more). sample: see `statistics.measure`. on_alarm: gets each new
-    Alarm; unset, prints it. floor: of the loss scale. rounded_updates: parameters are kept in 16 bits without an FP32
-    master copy. Raises UserError for a pattern that matches no module, and for a folder that cannot be written.
+    model, optimizer: one, or several by name. every: steps. out: the folder that gets watch.parquet and, unless
+    tensorboard is False, TensorBoard's file; None keeps the alarms only. layers: patterns of module paths
+    ("layer1.*"); unset, all modules that own parameters. scaler: mptrain's or torch's, to tell magnitudes without the
+    loss scale. arithmetic: of a Precision; unset, that of the region in which the networks are found to run. What
+    rounding flushes is counted as it happens where a Precision emulates it; where kernels are native, under
+    torch.autocast or in 16-bit networks, FP32 ones multiply again in one of ten collections (`native.py`; `shadow` sees
+    more). sample: see `statistics.measure`. on_alarm: gets each new Alarm; unset, prints it. floor: of the loss scale.
+    rounded_updates: parameters are kept in 16 bits without an FP32 master copy. Raises UserError for a pattern that
+    matches no module, and for a folder that cannot be written.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Watch:
         on_alarm: Callable[[Alarm], None] = print,
         floor: float = 1.0,
         rounded_updates: bool = False,
+        tensorboard: bool = True,
     ):
         if type(every) is not int or every < 1:
             raise UserError(f"every={every}: give a number of steps, 1 or more")
@@ -82,6 +86,8 @@ class Watch:
         self.names = _chosen(self.models, [layers] if isinstance(layers, str) else list(layers))
         self.alarms = Alarms(floor, adam_betas(self))
         self.store = None if out is None else Store(Path(out) / "watch.parquet")
+        self.tensorboard = tensorboard and out is not None
+        self.writer: Any = None
         self.done = 0
         self.dense_until = 0
         self.shadowed = False
@@ -102,6 +108,8 @@ class Watch:
             self.shadowed = self.shadowed or any(row["name"] == "products" for row in self.rows)
             if self.store is not None:
                 self.store.add(self.rows)
+            if self.tensorboard:
+                self._show()
             new = self.alarms.look(self.rows)
             for alarm in new:
                 self.on_alarm(alarm)
@@ -161,15 +169,26 @@ class Watch:
         self.dense_until = max((alarm.step + DENSE_STEPS for alarm in self.alarms.found), default=0)
         self._begin()
 
+    def _show(self) -> None:
+        if self.writer is None:
+            assert self.store is not None
+            self.writer = events.writer(self.store.folder.parent, self.done - 1)
+            weakref.finalize(self, self.writer.close)
+        events.show(self.writer, self.done, self.rows)
+
     def flush(self) -> None:
         """Brings rows to the disk; happens by itself every minute, and when the process ends."""
         if self.store is not None:
             self.store.flush()
+        if self.writer is not None:
+            self.writer.flush()
 
     def close(self) -> None:
         """Takes off what is attached and writes what waits."""
         self._abandon()
         self.flush()
+        if self.writer is not None:
+            self.writer.close()
 
     def __enter__(self) -> Watch:
         return self
