@@ -136,6 +136,18 @@ def test_zero_gradients_under_adam():
     assert "for 21 steps" in found.found[0].evidence
 
 
+def test_a_spell_of_zeros_is_told_again_when_it_is_ten_times_as_long():
+    found, told = Alarms(), []
+    moment = dict(kind="moment", name="weight.exp_avg_sq")
+    for step in range(1, 4002):
+        zero = 10 * (step > 1)
+        gradient = row(step, kind="grad_weight", name="weight", exponents=(10 - zero,), zero=zero, sampled=10)
+        told += found.look([row(step, **moment), gradient])
+    assert [(alarm.step, alarm.grade) for alarm in told] == [(4, 0), (101, 1), (1001, 2)]
+    assert "for 1000 steps" in told[2].evidence and "peaks at 1.58" in told[2].evidence
+    assert found.verdict() == "gradients are zero"
+
+
 def test_the_overshoot_is_that_of_the_optimizer_s_own_betas():
     found = Alarms(betas={("a", "weight"): (0.5, 0.9)})
     moment = dict(kind="moment", name="weight.exp_avg_sq")

@@ -49,10 +49,10 @@ class Alarms:
         found += self._trend(step, rows)
         found += self._scale(step, rows)
         found += self._zero_gradients(step, rows)
-        known: dict[str, set[str]] = {}
+        known: dict[tuple[str, int], set[str]] = {}
         for alarm in self.found:
-            known.setdefault(alarm.rule, set()).update(alarm.layers or ("",))
-        new = [alarm for alarm in found if not set(alarm.layers or ("",)) <= known.get(alarm.rule, set())]
+            known.setdefault((alarm.rule, alarm.grade), set()).update(alarm.layers or ("",))
+        new = [a for a in found if not set(a.layers or ("",)) <= known.get((a.rule, a.grade), set())]
         self.found += new
         return new
 
@@ -95,8 +95,8 @@ class Alarms:
                 step,
                 where,
                 f"the loss scale is {scale:g} since step {since}",
-                "gradients overflow whatever the scale: move to BF16, or look at provenance.json for a layer that "
-                "makes NaN",
+                "gradients overflow whatever the scale: move to BF16, or find what makes NaN (provenance.json; in a "
+                "loop of your own Watch.explain)",
             )
         elif highest / scale >= COLLAPSE and len(self.scales) > PATIENCE:
             since = max(at for at, s in settled if s == highest)
@@ -132,6 +132,7 @@ class Alarms:
                 f"all of them for {longest} steps; once they return, Adam's update peaks at "
                 f"{peak:.2f} times the learning rate, since its second moment fades meanwhile",
                 "raise the scale or move to BF16 before that; lower the learning rate if they return",
+                max(0, int(math.log10(longest)) - 1),
             )
 
 

@@ -19,13 +19,17 @@ LOST = 0.5
 
 @dataclass(frozen=True)
 class Alarm:
-    """One thing that is wrong, with the step it was first seen, where, by what evidence, and what to do."""
+    """One thing that is wrong, with the step it was first seen, where, by what evidence, and what to do.
+
+    grade: of what is told again when it has become ten times worse, how often it has.
+    """
 
     rule: str
     step: int
     layers: tuple[str, ...]
     evidence: str
     advice: str
+    grade: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "layers": list(self.layers[:20])}
