@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from mptrain import __version__, files
+from mptrain import __version__, about, files
 from mptrain.errors import UserError
 
 VERBS = {
@@ -34,6 +34,9 @@ VERBS = {
     "estimate": ("mptrain.estimate:estimate", "memory, operations and a roofline time per step, without a GPU"),
     "doctor": ("mptrain.doctor:doctor", "what runs natively here, what is emulated, and how fast"),
 }
+
+LOOKING = {"probe": about.PROBE, "estimate": about.ESTIMATE}
+"""Verbs of one run whose modules import torch: help and mistakes are answered before."""
 
 HELP = """mptrain: mixed precision training experiments, every precision beside FP32
 
@@ -87,6 +90,15 @@ def _run(argv: list[str]) -> int:
     if argv[0] == "--version":
         print(f"mptrain {__version__}")
         return 0
+    if argv[0] == "help" and argv[1:2] and argv[1] in VERBS:
+        argv = [argv[1], "--help"]
+    if argv[0] in LOOKING:
+        if "--help" in argv or "-h" in argv:
+            print(LOOKING[argv[0]])
+            return 0
+        from mptrain import compose
+
+        compose.config(argv[1:])
     if argv[0] in VERBS:
         module, _, function = VERBS[argv[0]][0].partition(":")
         try:

@@ -67,6 +67,10 @@ def checked(argv: list[str]) -> list[str]:
     for override in arguments.overrides:
         options.remove(override)
     ordered = [*arguments.overrides, *options]
+    if arguments.experimental_rerun:
+        raise UserError("--experimental-rerun has no use here: the same command resumes a run or says how it ended")
+    if arguments.shell_completion and not any("install=" in t or "query=" in t for t in arguments.overrides):
+        raise UserError('--shell-completion: give install=bash, fish or zsh: eval "$(mptrain -sc install=bash)"')
     if arguments.hydra_help or arguments.shell_completion or arguments.config_dir or arguments.config_path:
         return ordered
     setup_globals()
@@ -83,7 +87,7 @@ def checked(argv: list[str]) -> list[str]:
             if name not in known[kind]
         ]
     looking = arguments.cfg is not None or arguments.info is not None
-    if not groups.get("recipe") and not looking:
+    if not looking and not any(text.lstrip("+").startswith(("recipe=", "recipe@")) for text in arguments.overrides):
         complaints.append(f"no recipe is named; write +recipe=NAME, {files.suggest('', known['recipe'])}")
     recipes: list[str | None] = [name for name in groups.get("recipe", []) if name in known["recipe"]]
     precisions = [name for name in groups.get("precision", []) if name in known["precision"]]
@@ -116,6 +120,9 @@ def _parse(overrides: list[str], several: bool) -> tuple[list[str], list[Any], d
             )
             continue
         key = override.key_or_group
+        if override.package is not None:
+            complaints.append(f"{text}: @ has no use here, {key} has one place; leave out @{override.package}")
+            continue
         if override.is_sweep_override() and not several:
             complaints.append(
                 f"{text} is a sweep; give one value, or each a run of its own by mptrain -m; "
@@ -124,7 +131,10 @@ def _parse(overrides: list[str], several: bool) -> tuple[list[str], list[Any], d
         if key.split(".")[0].split("/")[0] == "hydra":
             continue
         if key in ("recipe", "precision") and not override.is_delete():
-            groups[key] = groups.get(key, []) + [str(value) for value in _values(override, files.names(key))]
+            values = _values(override, files.names(key))
+            if not values:
+                complaints.append(f"{text} names no {key} at all; {files.suggest('', files.names(key))}")
+            groups[key] = groups.get(key, []) + [str(value) for value in values]
         else:
             changes.append(override)
     return complaints, changes, groups
@@ -155,7 +165,7 @@ def _complaints(recipe: str | None, precision: str, changes: list[Any]) -> list[
     about = [(change, _about_key(change, before, names)) for change in changes]
     complaints = [complaint for _, complaint in about if complaint is not None]
     settable = [change for change, complaint in about if complaint is None]
-    complaints += [f"{c.input_line} names no value at all" for c in settable if _is_empty(c)]
+    complaints += [_about_no_value(change) for change in settable if _is_empty(change)]
     settable = [change for change in settable if not _is_empty(change)]
     values = [[(change, _unquote(value)) for value in _values(change, [])] or [(change, None)] for change in settable]
     for chosen in itertools.islice(itertools.product(*values), 200):
@@ -170,6 +180,12 @@ def _complaints(recipe: str | None, precision: str, changes: list[Any]) -> list[
 
 def _is_empty(override: Any) -> bool:
     return bool(override.is_sweep_override()) and not _values(override, [])
+
+
+def _about_no_value(override: Any) -> str:
+    if override.is_interval_sweep():
+        return f"{override.input_line} is an interval, of which a sweep here takes no values; give a,b,c"
+    return f"{override.input_line} names no value at all"
 
 
 def _names(changes: list[Any], baseline: Mapping[str, Any]) -> dict[str, set[str]]:
@@ -229,6 +245,9 @@ def _about_key(override: Any, baseline: dict[str, Any], names: Mapping[str, set[
         near = files.suggest(key, sorted(_keys(baseline))).partition("there are")[0]
         show = f"mptrain +recipe={baseline['recipe'] or 'NAME'} --cfg job"
         return f"{key or 'an empty key'} is unknown; {near}all keys: {show}"
+    plus = override.is_add() and not override.is_force_add()
+    if plus and at is not None and not isinstance(override.value(), (dict, list)):
+        return f"{key} is there already; set it without a plus sign: {override.input_line.removeprefix('+')}"
     return None
 
 

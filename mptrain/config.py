@@ -271,10 +271,11 @@ def _about_scale(
     for name, value in (("scale", scale), ("precision.scale", precision.get("scale", "none"))):
         known = value in ("none", *MOVING) if isinstance(value, str) else isinstance(value, (int, float, type(None)))
         if isinstance(value, bool) or not known:
-            found.append(f"{name}={value}: give a positive number (static), dynamic, layerwise or none")
+            found.append(f"{name}={_quoted(value)}: give a positive number (static), dynamic, layerwise or none")
         elif isinstance(value, (int, float)) and not modes.fits_fp32(value):
+            held = "one that FP32 holds with its inverse, 2^-126 to 2^126" if 0 < value < math.inf else "static"
             found.append(
-                f"{name}={value}: give a positive number (static; a power of two is exact), dynamic, layerwise or none"
+                f"{name}={value}: give a positive number ({held}; a power of two is exact), dynamic, layerwise or none"
             )
     if not found:
         found += _without_effect("scaling", settings, effective, MOVING)
@@ -289,6 +290,14 @@ def _about_scale(
     if isinstance(init, (int, float)) and isinstance(high, (int, float)) and init > high:
         found.append(f"scaling.init={init} is above scaling.ceiling={high}")
     return found
+
+
+def _quoted(value: Any) -> str:
+    """A value as a complaint shows it: text that looks like a number in quotes."""
+    try:
+        return f"'{value}', text" if isinstance(value, str) and value and float(value) == float(value) else str(value)
+    except ValueError:
+        return str(value)
 
 
 def _without_effect(section: str, settings: dict[str, Any], scale: Any, moving: tuple[str, ...]) -> list[str]:
@@ -393,7 +402,7 @@ def _sentence(error: Any) -> str:
         "string_too_short": "a name, or leave it out",
         "dict_type": "a mapping",
         "list_type": "a list, e.g. [a,b]",
-        "model_type": "a mapping",
+        "model_type": f"a mapping, e.g. {name}.name={given}" if name in ("optimizer", "schedule") else "a mapping",
         "greater_than_equal": f"a number of {limits.get('ge')} or more",
         "greater_than": f"a number above {limits.get('gt')}",
         "less_than": f"a number below {limits.get('lt')}",

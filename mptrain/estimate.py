@@ -9,7 +9,6 @@ real ones, and every operation reports its floating point operations and the byt
 
 from __future__ import annotations
 
-import argparse
 import copy
 import types
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from mptrain import compose, files, hollow, process, tasks
+from mptrain.about import LEFT_OUT
 from mptrain.config import Config, check
 from mptrain.data.dataset import Batch, BatchKey, DataSpec
 from mptrain.errors import UserError
@@ -41,15 +41,6 @@ from mptrain.results.record import Record
 from mptrain.roofline import Operations, this_cpu
 from mptrain.train import Run
 
-ABOUT = "Memory, operations and a roofline time per training step of a recipe, without a GPU and without data."
-LEFT_OUT = """left out: what the allocator keeps and fragments, workspaces inside kernels, the input pipeline,
-evaluation, launch overhead, communication. 1 GiB is kept for the CUDA context and libraries in the largest batch only.
-Recurrent layers keep what oneDNN's keep, not cuDNN's. Where values decide shapes (objects matched, regions proposed,
-suppression), the most there can be is assumed. One batch of synthetic data: texts and recordings of other lengths cost
-otherwise. "activations" includes temporaries and, at the peak, gradients that no parameter holds yet. On a CPU, in
-FP32, the peak was within 0.1 % of MemTracker's of a real step on the same batch for every small recipe but
-Faster R-CNN's and YOLO's, which need 2 and 4 % less than the most there can be; in BF16 for ResNet's and the LSTM's.
-Detection loops over pictures: beyond twice the recipe's batch its memory and time are taken to go straight on."""
 CONTEXT = 2**30
 """Bytes of a GPU that are not for tensors."""
 
@@ -155,21 +146,13 @@ def step(config: Config, numbers: Precision) -> Step:
 
 def estimate(argv: Sequence[str]) -> int:
     """Prints the tables; returns 0."""
-    parser = argparse.ArgumentParser(
-        prog="mptrain estimate",
-        description=ABOUT,
-        epilog=LEFT_OUT,
-        usage="mptrain estimate +recipe=NAME [KEY=VALUE ...]",
-    )
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="as for training; precision= for one alone")
-    settings = parser.parse_args(argv).settings
-    config = compose.config(settings)
+    config = compose.config(argv)
     if config.numbers.accumulate == "float16":
         raise UserError(
             f"precision={config.numbers.name} sums in FP16, for which GPUs have no kernels of ours; "
             "precision=fp16 has the same memory"
         )
-    one = any(text.lstrip("+").startswith("precision=") for text in settings)
+    one = any(text.lstrip("+").startswith("precision=") for text in argv)
     asked = _asked(config, one)
     shapes = {_traced_as(numbers): None for numbers in asked}
     growths = {}

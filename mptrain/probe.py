@@ -43,20 +43,10 @@ from mptrain.train import Run
 from mptrain.watch.census import Census, recommend, rows
 
 STEPS = 3
-HELP = f"""mptrain probe +recipe=NAME [KEY=VALUE ...] [steps={STEPS}]
-
-Trains a few steps in FP32 and counts every activation and weight gradient by exponent: the share of exact zeros, and
-what FP16 would flush to zero or overflow at each loss scale from 1 to 2^24. Recommends a precision and a scale, and
-takes a step under every precision to show in which format each operation runs and what is stored. Own networks:
-task.model=package.module:function. Writes probe.md, probe.json and probe.csv to out=FOLDER, or a folder in
-results/probes."""
 
 
 def probe(argv: Sequence[str]) -> int:
     """The verb; returns the exit status."""
-    if "--help" in argv or "-h" in argv:
-        print(HELP)
-        return 0
     if not any(text.startswith("steps=") for text in argv):
         argv = [*argv, f"steps={STEPS}"]
     config = compose.config(argv)

@@ -18,6 +18,7 @@ ALLOWED = {  # wing -> what of mptrain it may import, itself apart; `errors` is 
     "watch": {f"precision.{name}" for name in ("formats", "counting", "blocks", "graph", "dispatch")},
     "results": {"files", "paper", "watch.histogram", "precision.policy"},
     "files": set(),
+    "about": set(),
     "options": set(),
     "paper": {"files"},
     "process": set(),

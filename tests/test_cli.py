@@ -88,7 +88,16 @@ BAD = {
     "+recipe=tiny ~clip": "clip cannot be taken out, only set: clip=...",
     "+recipe=tiny ~precision": "precision cannot be taken out",
     "+recipe=tiny ~clipp": "clipp is unknown; did you mean clip",
-    "+recipe=tiny +steps=3": "Could not append to config. An item is already at 'steps'.",
+    "+recipe=tiny +steps=3": "steps is there already; set it without a plus sign: steps=3",
+    "+recipe=tiny +task.hidden=3": "task.hidden is there already; set it without a plus sign: task.hidden=3",
+    "+recipe=tiny +precision@numbers=fp16": "+precision@numbers=fp16: @ has no use here, precision has one place",
+    "+recipe@a.b=tiny": "+recipe@a.b=tiny: @ has no use here, recipe has one place; leave out @a.b",
+    "recipe=tiné": "'+recipe=tiné' cannot be read as key=value",
+    "+recipe=tiny optimizer=adam": "optimizer=adam: give a mapping, e.g. optimizer.name=adam",
+    '+recipe=tiny scale="8"': "scale='8', text: give a positive number (static), dynamic",
+    "+recipe=tiny scale=1e39": "scale=1e+39: give a positive number (one that FP32 holds with its inverse, 2^-126 to 2^",
+    "+recipe=tiny --experimental-rerun x": "--experimental-rerun has no use here",
+    "--shell-completion bash": "--shell-completion: give install=bash, fish or zsh",
     "+recipe=tiny optimizer.momentm=0.5": "optimizer.momentm is unknown; did you mean optimizer.momentum",
     "+recipe=tiny +optimizer.momentm=0.5": "optimizer.momentm is not an option of sgd; did you mean momentum?",
     "+recipe=tiny optimizer.nesterov=true": "optimizer.nesterov is not set by recipe=tiny; add it with a plus sign",
@@ -119,7 +128,12 @@ BAD = {
     "+recipe=tiny --info nothing": "argument --info/-i: invalid choice: 'nothing'",
     "-m +recipe=tiny seed=0,a": "seed=a: give a whole number",
     "-m +recipe=glob(*) steps=x": "steps=x: give a whole number",
-    "-m +recipe=glob(zz*) steps=3": "no recipe is named",
+    "-m +recipe=glob(zz*) steps=3": "+recipe=glob(zz*) names no recipe at all; there are tiny, tiny_paper",
+    "-m +recipe=tiny precision=glob(zz*)": "precision=glob(zz*) names no precision at all; there are bf16,",
+    "-m +recipe=tiny scale=interval(1,2)": "scale=interval(1,2) is an interval, of which a sweep here takes no values",
+    "probe +recipe=tini": "recipe=tini is unknown; did you mean tiny?",
+    "probe +recipe=tiny --foo": "--foo is not an option here; give +recipe=NAME and KEY=VALUE",
+    "estimate": "no recipe is named; write +recipe=NAME, there are tiny, tiny_paper",
 }
 
 
@@ -143,7 +157,11 @@ def test_very_long_values(said):
     assert "at most 1000000000000" in found
 
 
-@pytest.mark.parametrize("line", ["+recipe=langage precison=fp16", "foo", "+recipe=tiny scale=abc", "", "--help", "-h"])
+@pytest.mark.parametrize(
+    "line",
+    ["+recipe=langage precison=fp16", "foo", "+recipe=tiny scale=abc", "", "--help", "-h"]
+    + ["probe --help", "probe +recipe=langage", "estimate -h", "estimate +recipe=tiny scale=abc"],
+)
 def test_an_answer_without_torch_in_under_a_second(tmp_path, line):
     """Of the processor, since other work may be going on; and torch is not even imported."""
     before = os.times()
@@ -152,6 +170,12 @@ def test_an_answer_without_torch_in_under_a_second(tmp_path, line):
     assert "torch" not in (tmp_path / "modules").read_text().split()
     used = after.children_user - before.children_user + after.children_system - before.children_system
     assert 0 < used < 1.0
+
+
+def test_help_of_a_verb(said):
+    for words in (["help", "compare"], ["compare", "--help"], ["help", "probe"], ["estimate", "-h"]):
+        status, out, err = said(*words)
+        assert status == 0 and err == "" and f"mptrain {words[0] if words[0] != 'help' else words[1]} " in out
 
 
 def test_looking_at_the_configuration(said):

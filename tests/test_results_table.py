@@ -602,8 +602,8 @@ def test_nothing_to_compare_is_one_friendly_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     for argument, words in {
         "empty": "There is no run in empty; make one: mptrain +recipe=resnet precision=fp32.",
-        "missing": "There is no folder missing; give the folder that holds the runs: mptrain compare FOLDER.",
-        "file": "file is not a folder; give the folder that holds the runs: mptrain compare FOLDER.",
+        "missing": "There is no folder missing; give the folder that holds the runs.",
+        "file": "file is not a folder; give the folder that holds the runs.",
     }.items():
         assert compare([argument]) == 1
         assert capsys.readouterr().err == f"mptrain: {words}\n"

@@ -125,10 +125,10 @@ def walk(top: Path) -> Iterator[tuple[str, str]]:
 def _cannot_open(folder: Path, error: OSError, reason: str) -> str:
     name = clean(str(folder))
     if isinstance(error, FileNotFoundError):
-        return f"There is no folder {name}; give the folder that holds the runs: mptrain compare FOLDER."
+        return f"There is no folder {name}; give the folder that holds the runs."
     if isinstance(error, NotADirectoryError):
-        return f"{name} is not a folder; give the folder that holds the runs: mptrain compare FOLDER."
-    return f"The folder {name} cannot be opened ({reason}); give a folder you may read: mptrain compare FOLDER."
+        return f"{name} is not a folder; give the folder that holds the runs."
+    return f"The folder {name} cannot be opened ({reason}); give one you may read."
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
