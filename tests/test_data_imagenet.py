@@ -48,6 +48,18 @@ def test_folders_are_classes_in_alphabetical_order(folder) -> None:
     assert (train.name, train.kind) == ("imagenet", "real")
 
 
+def test_what_tools_leave_behind_is_no_class_and_no_picture(folder) -> None:
+    (folder / "train/.git").mkdir()
+    (folder / "train/n01/._n01_0.JPEG").write_bytes(b"of a Macintosh")
+    assert len(load(folder)) == 6
+
+
+def test_a_class_without_a_picture(folder) -> None:
+    (folder / "train/n00").mkdir()
+    with pytest.raises(UserError, match="train has classes without a picture: n00; remove or fill them"):
+        load(folder, classes=3)
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 64), (50, 90), (64, 64)])
 def test_evaluation_is_torchvision_s_resize_and_centre_crop(folder, width, height) -> None:
     file = folder / "val/n01/n01_0.JPEG"

@@ -37,6 +37,16 @@ def test_good_pictures(kind):
     assert decode(io.BytesIO(encoded(kind)), "it", "RGB").size == (16, 12)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_sixteen_bits_of_grey_keep_the_upper_eight(kind):
+    grey = np.arange(0, 65536, 257, dtype=np.uint16).reshape(16, 16)
+    buffer = io.BytesIO()
+    Image.fromarray(grey).save(buffer, kind)
+    for mode in ("L", "RGB"):
+        found = np.asarray(decode(io.BytesIO(buffer.getvalue()), "it", mode))
+        assert np.array_equal(found if mode == "L" else found[..., 2], np.arange(256).reshape(16, 16))
+
+
 @pytest.mark.parametrize("size", [(100_000, 100_000), (2**31 - 1, 1), (9_500, 9_500), (0, 5)])
 def test_bombs_and_impossible_sizes(size):
     with pytest.raises(UserError, match="^photo 7 cannot be decoded as a picture"):

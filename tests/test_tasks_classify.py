@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from mptrain import tasks
 from mptrain.data.dataset import BatchKey, DataSpec, batches
 from mptrain.errors import UserError
 from mptrain.tasks.classify import Classify, build
@@ -125,3 +126,9 @@ def test_mistakes_are_explained(options, said) -> None:
 def test_unknown_data_is_explained() -> None:
     with pytest.raises(UserError, match="fashion, imagenet, synthetic"):
         build(DataSpec("cifar"), model=RESNET)
+
+
+@pytest.mark.parametrize("name", ["fashion", "synthetic"])
+def test_a_folder_in_vain(name, tmp_path):
+    with pytest.raises(UserError, match=rf"data_dir={tmp_path} has no effect, data={name} reads no folder"):
+        tasks.build("classify", DataSpec(name, tmp_path), model=RESNET)

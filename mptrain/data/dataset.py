@@ -13,20 +13,36 @@ from typing import Any
 import numpy as np
 import torch
 
+from mptrain.errors import UserError
+
 Batch = Any
 """A tensor, or tuples, lists and dicts of tensors; anything else in it stays on the CPU untouched."""
 
 
-@dataclass(frozen=True)
 class DataSpec:
-    """The data the command line asked for."""
+    """The data the command line asked for.
 
-    name: str
-    """`data=fashion`"""
-    folder: Path | None = None
-    """`data_dir=/path` (or hub:NAME, where a data set can be a name); None for embedded and synthetic data"""
-    seed: int = 0
-    """for synthetic data and for splits made by chance"""
+    name: `data=fashion`.
+    folder: `data_dir=/path` (or hub:NAME, where a data set can be a name); None for embedded and synthetic data.
+    seed: for synthetic data and for splits made by chance.
+    """
+
+    def __init__(self, name: str, folder: Path | None = None, seed: int = 0):
+        self.name, self.seed = name, seed
+        self._folder, self.looked_up = folder, folder is None
+
+    @property
+    def folder(self) -> Path | None:
+        self.looked_up = True
+        return self._folder
+
+    def refuse_a_folder_in_vain(self) -> None:
+        """Raises UserError if there is a folder and no data set asked for it."""
+        if not self.looked_up:
+            raise UserError(
+                f"data_dir={self._folder} has no effect, data={self.name} reads no folder; "
+                "leave data_dir out, or name what lies there: data=..."
+            )
 
 
 @dataclass(frozen=True)

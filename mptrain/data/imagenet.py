@@ -24,7 +24,7 @@ from mptrain.errors import UserError
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"}
 HELD_OUT = ("validation", "val", "test")
-LAYOUT = "train/CLASS/*.JPEG and val/CLASS/*.JPEG, or Parquet files that `datasets` loads"
+LAYOUT = "train/CLASS/*.JPEG and val/CLASS/*.JPEG, or Parquet files for `datasets`"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def load(data: DataSpec, split: str, classes: int, image_size: int, channels: in
         source = table(place, place.removeprefix("hub:"), split, classes)
     elif not data.folder.is_dir():
         raise UserError(f"data_dir={place} does not exist; data=imagenet expects {LAYOUT} there")
-    elif (data.folder / "train").is_dir() and any(child.is_dir() for child in (data.folder / "train").iterdir()):
+    elif (data.folder / "train").is_dir() and subfolders(data.folder / "train"):
         source = folders(data.folder, split)
     elif any(data.folder.rglob("*.parquet")) or (data.folder / "dataset_dict.json").is_file():
         source = table(place, place, split, classes)
@@ -72,8 +72,12 @@ def folders(root: Path, split: str) -> Source:
     labels: list[int] = []
     for name in subfolders(part):
         found = sorted(file for file in os.listdir(part / name) if Path(file).suffix.lower() in ENDINGS)
+        found = [file for file in found if not file.startswith(".")]
         files += [os.fsencode(f"{name}/{file}") for file in found]
         labels += [numbers[name]] * len(found)
+    seen = set(labels)
+    if part.name == "train" and (empty := [name for name, number in numbers.items() if number not in seen]):
+        raise UserError(f"{part} has classes without a picture: {', '.join(empty[:5])}; remove or fill them")
     if not files:
         raise UserError(f"{part} holds no pictures; data=imagenet expects {LAYOUT}")
     # One array: a million Python strings would be copied into every loader process, as their reference counts change.
@@ -87,7 +91,8 @@ def folders(root: Path, split: str) -> Source:
 
 
 def subfolders(folder: Path) -> list[str]:
-    return sorted(child.name for child in folder.iterdir() if child.is_dir())
+    """Names of folders, in alphabetical order; hidden ones, which tools leave behind (.git), are none of ours."""
+    return sorted(child.name for child in folder.iterdir() if child.is_dir() and not child.name.startswith("."))
 
 
 def table(place: str, name: str, split: str, classes: int) -> Source:

@@ -4,6 +4,7 @@ import io
 import warnings
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from mptrain.errors import UserError
@@ -23,8 +24,15 @@ def decode(file: Path | io.BytesIO, where: str, mode: str) -> Image.Image:
             warnings.simplefilter("ignore")  # of damaged side notes; the picture itself is what counts
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             with Image.open(file, formats=FORMATS) as opened:
-                return opened.convert(mode)
+                return _in_eight_bits(opened).convert(mode)
     except Exception as error:  # Pillow's readers raise whatever their parsing runs into
         raise UserError(
             f"{where} cannot be decoded as a picture ({error}); remove it or replace it with a good copy"
         ) from error
+
+
+def _in_eight_bits(picture: Image.Image) -> Image.Image:
+    """Pillow cuts 16-bit grey off at 255, which leaves white; its upper eight bits are the picture."""
+    if picture.mode not in ("I", "I;16", "I;16B", "I;16L", "I;16N"):
+        return picture
+    return Image.fromarray((np.asarray(picture).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
