@@ -293,7 +293,7 @@ def test_warnings_are_errors_and_none_comes(tmp_path):
     done = python("-W", "error", tiny_package.__path__[0], "+recipe=tiny", "precision=fp16", "out=run", "workers=2",
                   "task.bad=[0]", "ema=0.9", "steps=6", "eval.every=2")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert all(line.startswith(("mptrain: ", "    ")) for line in done.stderr.splitlines()), done.stderr
+    assert all(line.startswith(("mptrain: ", "  ")) for line in done.stderr.splitlines()), done.stderr
     assert done.stderr.startswith("mptrain: step 1 is not finite, first in the forward of 0 (Linear)")
     assert Record(tmp_path / "run").state() == "finished"
 

@@ -51,6 +51,16 @@ def test_the_seed_decides():
     assert not same(taken(Loader(Numbers(10), 4, 1, 5), 9), taken(Loader(Numbers(10), 4, 1, 6), 9))
 
 
+def test_a_batch_larger_than_the_data_is_told_once(capsys):
+    assert [len(window[0][0]) for window in taken(Loader(Numbers(10), 11, 1, 0), 3)] == [10, 10, 10]
+    taken(Loader(Numbers(10), 11, 1, 0, rank=1, ranks=2), 3)
+    taken(Loader(Numbers(10), 10, 1, 0), 3)
+    assert capsys.readouterr().err == (
+        "mptrain: batch_size=11 is more than the 10 samples that data=numbers trains on; "
+        "a step takes all of them and no more\n"
+    )
+
+
 @pytest.mark.parametrize("accumulate, sizes", [(2, [2, 1, 2, 1]), (3, [3, 3, 3, 3]), (5, [3, 3, 3, 3])])
 def test_the_last_window_of_an_epoch_takes_what_is_left(accumulate, sizes):
     assert [len(window) for window in taken(Loader(Numbers(10), 4, accumulate, 0), 4)] == sizes

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
+from mptrain.errors import UserError
 from mptrain.precision import hardware
 from mptrain.precision.formats import round_tf32
 from mptrain.precision.modes import Precision
@@ -569,6 +571,44 @@ def test_torch_func():
     (once(F.linear, x, v).float() ** 2).sum().backward()
     assert torch.equal(found, v.grad)
     torch.testing.assert_close(each.sum(0), v.grad, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("network", [nn.Linear(3, 4), nn.Conv2d(2, 3, 3), nn.Conv1d(2, 3, 2, bias=False)])
+def test_gradients_of_each_sample(network, where):
+    """vmap(grad) against one sample after the other; what differs is the order of FP32 sums."""
+    torch.manual_seed(0)
+    x = torch.randn(5, *{nn.Linear: (3,), nn.Conv2d: (1, 2, 6, 6), nn.Conv1d: (2, 5)}[type(network)])
+    parameters = {name: p.detach() for name, p in network.named_parameters()}
+    region = arithmetic() if where == "inside" else nullcontext()
+
+    def loss(parameters, x):
+        with arithmetic():
+            y = torch.func.functional_call(network, parameters, (x,))
+        return (y.float() ** 2).sum()
+
+    with region:
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+        alone = [torch.func.grad(loss)(parameters, sample) for sample in x]
+    for name, found in each.items():
+        torch.testing.assert_close(found, torch.stack([a[name] for a in alone]), rtol=2e-3, atol=2e-3)
+
+
+def test_a_compiler_may_not_leave_out_roundings():
+    """Inductor drops `.half().float()` unless it is told not to; what it compiles then is the network as it is."""
+    from torch._inductor import config
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    network, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(5, 8)
+    with arithmetic():
+        expected = network(x)
+        with pytest.raises(UserError, match="leaves out roundings.*emulate_precision_casts=True"):
+            torch.compile(network, backend="aot_eager")(x)
+        torch._dynamo.reset()
+        with config.patch(emulate_precision_casts=True):
+            assert torch.equal(torch.compile(network, backend="aot_eager")(x), expected)
+    torch._dynamo.reset()
 
 
 class TestSavedTensors:

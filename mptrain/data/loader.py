@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -58,10 +59,18 @@ class Loader:
     def _keys(self, ends: deque[bool]) -> Iterator[BatchKey]:
         """Endless keys, which workers fetch ahead; `ends` takes for each whether its epoch ends with it."""
         epoch, start = self.epoch, self.position
+        told = self.rank != 0
         while True:
             order = self.dataset.epoch(self.batch_size, np.random.default_rng((self.seed, epoch)))
             if not order:
                 raise UserError(f"the training set {self.dataset.name} holds no batch; give more data (data_dir=...)")
+            if not told and len(order) == 1 and len(order[0]) < self.batch_size:
+                told = True
+                print(
+                    f"mptrain: batch_size={self.batch_size} is more than the {len(order[0])} samples that "
+                    f"data={self.dataset.name} trains on; a step takes all of them and no more",
+                    file=sys.stderr,
+                )
             for i in range(start, len(order)):
                 ends.append(i + 1 == len(order))
                 yield self._key(order[i], epoch, i, epoch * len(order) + i)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKeySet, _ExcludeDispatchKeyGuard
 
+from mptrain.errors import UserError
 from mptrain.precision import accumulate, dispatch, fp8, policy, tf32
 from mptrain.precision.counting import Counter
 from mptrain.precision.dispatch import LOWER, Handler, Rounding, each, each_value, upcast
@@ -179,6 +180,13 @@ class Arithmetic(AbstractContextManager):
             return dispatch.or_in_fp32(operation, args, kwargs)
 
     def _rounded_once(self, operation, below, args, kwargs):
+        if dispatch.rounding() is not None:  # torch.func sends what a transform above has rounded by here again
+            return operation.redispatch(below, *args, **kwargs)
+        if _being_compiled():
+            raise UserError(
+                "torch.compile leaves out roundings, which emulated arithmetic is made of; set "
+                "torch._inductor.config.emulate_precision_casts=True before compiling, or leave the network as it is"
+            )
         sources = Sources(torch.Tensor.float)
         site = self.counter.site() if self.counter is not None and self.fp8 is None else None
 
@@ -240,6 +248,15 @@ def _scattered(handler: Handler) -> Handler:
             return handler(operation, below, args, kwargs)
 
     return run
+
+
+def _being_compiled() -> bool:
+    """Whether torch.compile traces the running operation for a compiler that would drop its roundings."""
+    if torch._guards.TracingContext.try_get() is None:
+        return False
+    from torch._inductor import config  # slow to import
+
+    return not config.emulate_precision_casts
 
 
 @functools.cache
