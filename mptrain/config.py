@@ -402,7 +402,9 @@ def _sentence(error: Any) -> str:
         "string_too_short": "a name, or leave it out",
         "dict_type": "a mapping",
         "list_type": "a list, e.g. [a,b]",
-        "model_type": f"a mapping, e.g. {name}.name={given}" if name in ("optimizer", "schedule") else "a mapping",
+        "model_type": f"a mapping, e.g. {name}.name={given}"
+        if isinstance(given, str) and "." not in name
+        else "a mapping",
         "greater_than_equal": f"a number of {limits.get('ge')} or more",
         "greater_than": f"a number above {limits.get('gt')}",
         "less_than": f"a number below {limits.get('lt')}",
