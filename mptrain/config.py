@@ -273,9 +273,9 @@ def _about_scale(
         if isinstance(value, bool) or not known:
             found.append(f"{name}={_quoted(value)}: give a positive number (static), dynamic, layerwise or none")
         elif isinstance(value, (int, float)) and not modes.fits_fp32(value):
-            held = "one that FP32 holds with its inverse, 2^-126 to 2^126" if 0 < value < math.inf else "static"
             found.append(
-                f"{name}={value}: give a positive number ({held}; a power of two is exact), dynamic, layerwise or none"
+                f"{name}={value}: give a positive number (static, from 2^-126 to 2^126; a power of two is exact), "
+                "dynamic, layerwise or none"
             )
     if not found:
         found += _without_effect("scaling", settings, effective, MOVING)
@@ -386,6 +386,7 @@ def _sentence(error: Any) -> str:
     """A pydantic error in our words: what was given, what is allowed."""
     place = [str(part) for part in error["loc"] if not _is_branch(part)]
     name, given, kind, limits = ".".join(place), error["input"], error["type"], error.get("ctx", {})
+    named = isinstance(given, str) and name in ("task", "optimizer", "schedule")
     if kind == "missing" or given is None:
         return f"{name} is not set; a recipe sets it (mptrain +recipe=NAME), or give {name}=..."
     if kind == "value_error":
@@ -402,9 +403,7 @@ def _sentence(error: Any) -> str:
         "string_too_short": "a name, or leave it out",
         "dict_type": "a mapping",
         "list_type": "a list, e.g. [a,b]",
-        "model_type": f"a mapping, e.g. {name}.name={given}"
-        if isinstance(given, str) and "." not in name
-        else "a mapping",
+        "model_type": f"a mapping, e.g. {name}.name={given}" if named else "a mapping",
         "greater_than_equal": f"a number of {limits.get('ge')} or more",
         "greater_than": f"a number above {limits.get('gt')}",
         "less_than": f"a number below {limits.get('lt')}",

@@ -95,7 +95,7 @@ BAD = {
     "recipe=tiné": "'+recipe=tiné' cannot be read as key=value",
     "+recipe=tiny optimizer=adam": "optimizer=adam: give a mapping, e.g. optimizer.name=adam",
     '+recipe=tiny scale="8"': "scale='8', text: give a positive number (static), dynamic",
-    "+recipe=tiny scale=1e39": "scale=1e+39: give a positive number (one that FP32 holds with its inverse, 2^-126",
+    "+recipe=tiny scale=1e39": "scale=1e+39: give a positive number (static, from 2^-126 to 2^126; a",
     "+recipe=tiny --experimental-rerun x": "--experimental-rerun has no use here",
     "--shell-completion bash": "--shell-completion: give install=bash, fish or zsh",
     "+recipe=tiny optimizer.momentm=0.5": "optimizer.momentm is unknown; did you mean optimizer.momentum",
