@@ -10,7 +10,7 @@ from mptrain.precision import hardware
 from mptrain.precision.modes import Precision
 from mptrain.precision.ran import RanDtypes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 ULP = {"fp16": 2.0**-10, "bf16": 2.0**-7}
 

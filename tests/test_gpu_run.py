@@ -14,7 +14,7 @@ from mptrain.precision import hardware
 from mptrain.results.record import Record
 from mptrain.train import Run, train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 SYNCHRONISED = "called a synchronizing CUDA operation"
 
 

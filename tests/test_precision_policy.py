@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 
-from mptrain.precision import policy
+from mptrain.precision import dispatch, policy
 from mptrain.precision.modes import Precision
 
 OURS = (
@@ -21,15 +21,11 @@ OURS = (
 )
 RECENT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 NEWER = {"rms_norm", "linalg_matrix_sqrth"}
-"""on the list since 2.12 and 2.14; older torch with its own kernels keeps them in 16 bits"""
+"""on the list since 2.12 and 2.14"""
 
 
 def test_lists_are_what_torch_registers_for_cuda():
-    registered = {
-        name.removeprefix("aten::")
-        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-        if name.startswith("aten::") and "imname" not in name and "names_" not in name
-    }
+    registered = {name for name in dispatch.of_torch("cuda") if "imname" not in name and "names_" not in name}
     assert registered <= OURS
     assert OURS - registered <= (set() if RECENT else NEWER)
 

@@ -75,8 +75,9 @@ class Arithmetic(AbstractContextManager):
         self.handlers = self._handlers(keep_fp32)
         self.by_torch = {n for n in policy.CPU_AUTOCAST_TOO if self.handlers.get(n) == self._cast}
         self.left_to_torch = self.by_torch if forward_only else set()
-        self.compilable = not self.handlers.keys() - policy.RECURRENT and not keep_fp32
-        """whether nothing is computed by us but recurrent layers, which torch's compiler leaves alone"""
+        native = device_type == "cuda" and not emulated and fp8 is None and not keep_fp32
+        self.compilable = native or not self.handlers
+        """whether all roundings are torch's own"""
         # TF32 changes no dtype; autocast is entered because only it opens its dispatch key.
         self.autocast_dtype = self.dtype or (torch.bfloat16 if self.handlers else None)
         self.installed = False
@@ -108,11 +109,14 @@ class Arithmetic(AbstractContextManager):
             handlers |= dict.fromkeys(policy.PROMOTE, self._promoted)
             handlers |= dict.fromkeys(policy.BANNED, _banned)
             handlers["cross_entropy_loss"] = self._fp32  # made of FP32 operations alone: one stop instead of three
+        else:
+            # A GPU's regions are torch's own, but for what an older torch has not listed yet, and for cuDNN's recurrent
+            # layers, which torch's kernel of this key takes to FP16 whatever the region's format is.
+            lacks = policy.FP32 - dispatch.of_torch(self.device_type)
+            handlers = {name: self._fp32 for name in lacks if dispatch.overload(name) is not None}
+            handlers |= dict.fromkeys(policy.RECURRENT if self.compute == "bfloat16" else (), self._cast)
         if self.fp8 is not None:
             handlers["linear"] = self._linear
-        if self.compute == "bfloat16" and self.device_type == "cuda" and not self.emulated:
-            # torch's own kernel of this key takes cuDNN's recurrent layers to FP16, whatever the region's format is
-            handlers |= dict.fromkeys(policy.RECURRENT, self._cast)
         known = policy.LOWER_PRECISION | policy.RECURRENT | policy.CONV_PADDING | policy.PROMOTE | set(handlers)
         handlers |= {name: self._fp32 for name in known if policy.base_name(name) in keep_fp32}
         if self.device_type == "cuda":

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -167,6 +167,13 @@ _installed: set[tuple[str, str]] = set()
 _lock = threading.Lock()
 
 
+@cache
+def of_torch(device_type: str) -> frozenset[str]:
+    """The operations for which torch itself has a kernel at autocast's key; asked before ours are there."""
+    found = torch._C._dispatch_get_registrations_for_dispatch_key(KEY[device_type].name)
+    return frozenset(name.partition("::")[2] for name in found if name.startswith("aten::"))
+
+
 def install(device_type: str, handlers: dict[str, Handler], left_to_torch: set[str]) -> None:
     """Puts our kernels at autocast's key for every operation that has a handler, once per process.
 
@@ -178,17 +185,13 @@ def install(device_type: str, handlers: dict[str, Handler], left_to_torch: set[s
     with _lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # older torch, of replaced kernels
         library = _libraries.setdefault(device_type, torch.library.Library("aten", "IMPL"))
-        registered = {
-            name.partition("::")[2]
-            for name in torch._C._dispatch_get_registrations_for_dispatch_key(key.name)
-            if name.startswith("aten::")
-        }
-        names = set(handlers) | (registered if device_type == "cpu" else set())
+        names = set(handlers) | (of_torch(device_type) if device_type == "cpu" else set())
         for name in sorted(names - left_to_torch):
             if (device_type, name) in _installed:
                 continue
             if (operation := overload(name)) is not None:
-                original = torch.library.get_kernel(f"aten::{name}", key.name) if name in registered else None
+                has = name in of_torch(device_type)
+                original = torch.library.get_kernel(f"aten::{name}", key.name) if has else None
                 library.impl(name, _kernel(name, operation, original, device_type), key.name, with_keyset=True)
             _installed.add((device_type, name))
 
