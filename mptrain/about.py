@@ -1,7 +1,8 @@
 """What the verbs that look at one run say of themselves; their modules import torch, and help is not to wait for it."""
 
 LEFT_OUT = """left out: what the allocator keeps and fragments, workspaces inside kernels, the input pipeline,
-evaluation, launch overhead, communication. 1 GiB is kept for the CUDA context and libraries in the largest batch only.
+evaluation, launch overhead, communication, the copy of all parameters that torch's optimizers may make for a moment
+on a GPU. 1 GiB is kept for the CUDA context and libraries in the largest batch only.
 Recurrent layers keep what oneDNN's keep, not cuDNN's. Where values decide shapes (objects matched, regions proposed,
 suppression), the most there can be is assumed. One batch of synthetic data: texts and recordings of other lengths cost
 otherwise. "activations" includes temporaries and, at the peak, gradients that no parameter holds yet. On a CPU, in

@@ -27,22 +27,19 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from mptrain import compose, files, hollow, process, tasks
-from mptrain.about import LEFT_OUT
 from mptrain.config import Config, check
 from mptrain.data.dataset import Batch, BatchKey, DataSpec
 from mptrain.errors import UserError
-from mptrain.gpus import GPUS, Machine
+from mptrain.estimate_words import show
 from mptrain.growth import Growth, Step
-from mptrain.memory import KINDS, StepMemory
+from mptrain.memory import StepMemory
 from mptrain.precision.arithmetic import Arithmetic
 from mptrain.precision.modes import Precision
 from mptrain.precision.policy import FUNCTIONS
+from mptrain.recall import Recall
 from mptrain.results.record import Record
-from mptrain.roofline import Operations, this_cpu
+from mptrain.roofline import Operations
 from mptrain.train import Run
-
-CONTEXT = 2**30
-"""Bytes of a GPU that are not for tensors."""
 
 
 class Model:
@@ -52,15 +49,15 @@ class Model:
     """
 
     def __init__(
-        self, config: Config, numbers: Precision, task: tasks.Task, samples: tuple[int, Batch], fake: FakeTensorMode
+        self, config: Config, numbers: Precision, task: tasks.Task, samples: tuple[int, Batch], recall: Recall
     ) -> None:
-        self.fake = fake
+        self.recall, self.fake = recall, recall.fake
         self.samples, self.batch = samples
         changes: dict[str, Any] = {"precision": numbers.as_dict(), "data": "synthetic", "data_dir": None}
-        changes |= {"device": "cpu", "count": False, "watch": {}, "workers": 0}
-        with process.same_random_state(torch.device("cpu")), FakeCopyMode(fake):
+        changes |= {"device": "cpu", "count": False, "watch": {}, "workers": 0, "compile": False}
+        with process.same_random_state(torch.device("cpu")), FakeCopyMode(self.fake):
             shared = {id(data): data for data in (task.train_set, task.test_set)}
-            own = copy.deepcopy(task, shared | hollow.copies(task.models.values(), fake))
+            own = copy.deepcopy(task, shared | hollow.copies(task.models.values(), self.fake))
             self.run = Run(check({**config.model_dump(), **changes}), Record("."), task=own)
         self.run.arithmetic = self.run.region = _region(numbers)
         self.run.scaler._unscale = types.MethodType(_unscaled, self.run.scaler)  # type: ignore[method-assign]
@@ -74,7 +71,7 @@ class Model:
         """
         batch = hollow.batch(self.batch, self.fake, self.samples, batch_size)
         window = [batch] * self.run.config.accumulate
-        with process.same_random_state(torch.device("cpu")), hollow.Shapes(self.fake):
+        with process.same_random_state(torch.device("cpu")), hollow.Shapes(self.recall):
             if not self.latest:
                 self._through(window)
             elif self.latest % batch_size == 0:
@@ -134,9 +131,9 @@ def models(config: Config, precisions: Sequence[Precision]) -> Iterator[Model]:
     spec = DataSpec("synthetic", None, config.seed)
     with process.same_random_state(torch.device("cpu")), hollow.networks(fake):
         task = tasks.build(config.task.name, spec, **config.task.options)
-    samples = _batch(task, config.batch_size)
+    samples, recall = _batch(task, config.batch_size), Recall(fake)
     for numbers in precisions:
-        yield Model(config, numbers, task, samples, fake)
+        yield Model(config, numbers, task, samples, recall)
 
 
 def step(config: Config, numbers: Precision) -> Step:
@@ -152,13 +149,18 @@ def estimate(argv: Sequence[str]) -> int:
             f"precision={config.numbers.name} sums in FP16, for which GPUs have no kernels of ours; "
             "precision=fp16 has the same memory"
         )
+    if config.scale_name == "layerwise":
+        raise UserError(
+            "scale=layerwise goes by the values of weights and gradients, and an estimate computes none; scale=dynamic "
+            "has the same weights, activations and products"
+        )
     one = any(text.lstrip("+").startswith("precision=") for text in argv)
     asked = _asked(config, one)
     shapes = {_traced_as(numbers): None for numbers in asked}
     growths = {}
     for shape, model in zip(shapes, models(config, list(shapes)), strict=True):
         growths[shape] = Growth(model.step, config.batch_size)
-    _show(config, {numbers: growths[_traced_as(numbers)] for numbers in asked})
+    show(config, {numbers: growths[_traced_as(numbers)] for numbers in asked})
     return 0
 
 
@@ -177,53 +179,3 @@ def _asked(config: Config, one: bool) -> list[Precision]:
     loaded = [Precision.load(name) for name in files.names("precision")]
     native = [p for p in loaded if p.accumulate == "float32" and p.kernels == "auto"]
     return sorted(native, key=lambda p: (p.name != "fp32", p.storage != "float32", p.name))
-
-
-def _show(config: Config, growths: dict[Precision, Growth]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=190)
-    first = {numbers: growth.first for numbers, growth in growths.items()}
-    baseline = next(iter(first.values()))
-    here = this_cpu(growths)
-    about = f"{config.recipe}: {baseline.parameters / 1e6:,.1f} M parameters"
-    table = Table(title=f"{about}, batch {config.batch_size}, one step")
-    kinds = [*dict.fromkeys(KINDS.values()), "input"]
-    machines = [*GPUS, here]
-    for column in ("precision", "peak MiB", "ratio", *kinds, "GFLOP", "GB moved", *(f"{m.name} ms" for m in machines)):
-        table.add_column(column, justify="left" if column == "precision" else "right")
-    for numbers, found in first.items():
-        table.add_row(
-            numbers.label,
-            f"{found.peak / 2**20:,.0f}",
-            f"{found.peak / baseline.peak:.2f}x",
-            *(f"{found.memory.get(kind, 0) / 2**20:,.0f}" for kind in kinds),
-            f"{found.flops / 1e9:,.0f}",
-            f"{found.bytes / 1e9:,.1f}",
-            *(_milliseconds(growths[numbers], config.batch_size, m, numbers) for m in machines),
-        )
-    console.print(table)
-    table = Table(title=f"{about}: the largest batch that fits, ms a step")
-    for column in ("precision", *(f"{gpu.name}, {gpu.memory / 1e9:.0f} GB" for gpu in GPUS)):  # type: ignore[operator]
-        table.add_column(column, justify="left" if column == "precision" else "right")
-    for numbers, growth in growths.items():
-        cells = []
-        for gpu in sorted(GPUS, key=lambda gpu: -gpu.memory):  # type: ignore[operator]
-            size = growth.largest(gpu.memory - CONTEXT) if gpu.runs(numbers.compute) else 0  # type: ignore[operator]
-            cells.append(f"{size:,}: {_milliseconds(growth, size, gpu, numbers)}" if size else "-")
-        order = sorted(range(len(GPUS)), key=lambda i: -GPUS[i].memory)  # type: ignore[operator]
-        table.add_row(numbers.label, *(cells[order.index(i)] for i in range(len(GPUS))))
-    console.print(table)
-    console.print(
-        f"ms: roofline, a lower bound without fusion; -: no units for this format, or no memory for one sample\n"
-        f"this CPU: {here.peaks['float32'] / 1e9:,.0f} GFLOP/s in FP32 and {here.bandwidth / 1e9:.1f} GB/s, measured\n"
-        f"{LEFT_OUT}",
-        highlight=False,
-    )
-
-
-def _milliseconds(growth: Growth, batch_size: int, machine: Machine, numbers: Precision) -> str:
-    if not machine.runs(numbers.compute):
-        return "-"
-    return f"{growth.seconds(batch_size, machine, numbers.compute) * 1e3:,.1f}"

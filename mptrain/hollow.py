@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mptrain.recall import Recall
+
 aten = torch.ops.aten
 SMALL = 2e9
 """FLOP of a recurrent layer that is run to ask for its workspace; of a larger one, shorter pieces are"""
@@ -29,7 +31,10 @@ SMALL = 2e9
 
 @contextmanager
 def networks(fake: FakeTensorMode) -> Iterator[None]:
-    """Parameters and buffers of modules built inside hold no numbers."""
+    """Parameters and buffers of modules built inside hold no numbers.
+
+    Initialisation that draws again until its numbers suffice (torch's truncated normal) is told that they do.
+    """
 
     def emptied(_: nn.Module, __: str, value: Tensor | None) -> Any:
         return value if value is None or isinstance(value, FakeTensor) else _empty(value, fake)
@@ -39,10 +44,20 @@ def networks(fake: FakeTensorMode) -> Iterator[None]:
         module.register_module_buffer_registration_hook(emptied),  # type: ignore[arg-type]
     )
     try:
-        yield
+        with _Sufficing():
+            yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class _Sufficing(TorchDispatchMode):
+    """Asked whether anything is true of numbers that are not there, it says no."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor) and args[0].dtype == torch.bool:
+            return False
+        return func(*args, **(kwargs or {}))
 
 
 def copies(models: Iterable[nn.Module], fake: FakeTensorMode) -> dict[int, Any]:
@@ -91,9 +106,9 @@ class Shapes(TorchDispatchMode):
     are real. Recurrent layers of oneDNN keep a workspace as large as the real ones do.
     """
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, recall: Recall) -> None:
         super().__init__()
-        self.fake = fake
+        self.recall, self.fake = recall, recall.fake
         self.true: Any = WeakIdKeyDictionary()
         """masks with at most so many true places"""
         self.rules: dict[Any, Callable] = {
@@ -115,7 +130,7 @@ class Shapes(TorchDispatchMode):
         rule = self.rules.get(func)
         if rule is not None and any(isinstance(t, FakeTensor) for t in tree_leaves((args, kwargs))):
             return rule(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return self.recall(func, args, kwargs or {})
 
     def empty(self, *size: int, dtype: torch.dtype = torch.int64) -> Tensor:
         with self.fake:
@@ -139,7 +154,7 @@ class Shapes(TorchDispatchMode):
                 places += self.nonzero(None, index).unbind(1)
             else:
                 places += index.nonzero().unbind(1)
-        return func(x, places)
+        return self.recall(func, (x, places), {})
 
     def ctc_loss(self, func, scores: Tensor, text: Tensor, lengths: Tensor, text_lengths: Tensor, *rest) -> Any:
         frames, clips = scores.shape[:2]
@@ -154,7 +169,7 @@ class Shapes(TorchDispatchMode):
         return self.empty(len(boxes))
 
     def recurrent(self, func, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *results, _ = func(x, *rest)
+        *results, _ = self.recall(func, (x, *rest), {})
         time, batch, _ = x.shape
         hidden, train = rest[4].shape[-1], rest[-1]
         size = workspace(x.dtype, time, batch, x.shape[-1], hidden) if train else 0
@@ -162,21 +177,21 @@ class Shapes(TorchDispatchMode):
 
     def recurrent_backward(self, func, *args: Any) -> tuple[Tensor, ...]:
         """oneDNN gives one gradient for the two biases."""
-        inputs, input_weight, hidden_weight, bias, _, *state = func(*args)
+        inputs, input_weight, hidden_weight, bias, _, *state = self.recall(func, args, {})
         return inputs, input_weight, hidden_weight, bias, bias, *state
 
     def zeros_like(self, func, x: Tensor, **options: Any) -> Tensor:
-        result = func(x, **options)
+        result = self.recall(func, (x,), options)
         self.true[result] = 0
         return result
 
     def index_put_(self, func, x: Tensor, indices: list[Tensor | None], *rest: Any) -> Tensor:
         if x in self.true:
             self.true[x] += math.prod(i.numel() for i in indices if i is not None)
-        return func(x, indices, *rest)
+        return self.recall(func, (x, indices, *rest), {})
 
     def bitwise_or(self, func, a: Tensor, b: Tensor) -> Tensor:
-        result = func(a, b)
+        result = self.recall(func, (a, b), {})
         self.true[result] = self.count(a) + self.count(b)
         return result
 

@@ -24,7 +24,9 @@ def channels_last(models: Mapping[str, nn.Module]) -> None:
     if not any(p.dim() == 4 for model in models.values() for p in model.parameters()):
         raise UserError("channels_last=true: these networks have no 2-D convolution; leave it out")
     for model in models.values():
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        for t in (*model.parameters(), *model.buffers()):
+            if t.dim() == 4:  # as Module.to does, which cannot swap parameters without numbers (estimate.py)
+                t.data = t.data.to(memory_format=torch.channels_last)
 
 
 def compile_networks(models: Mapping[str, nn.Module], config: Config, arithmetic: Arithmetic, ranks: int) -> None:

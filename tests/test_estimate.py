@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
 from mptrain import compose, files, hollow
 from mptrain.config import check
@@ -197,9 +197,49 @@ def test_fp8_keeps_a_byte_for_each_input_of_a_linear_layer():
     assert not any(flops for dtype, flops, _ in half.operations if dtype == "float8")
 
 
-def test_fp16_sums_are_refused():
-    with pytest.raises(UserError, match="precision=fp16 has the same memory"):
-        estimate(["+recipe=resnet", "precision=fp16_acc16"])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("precision=fp16_acc16", "precision=fp16 has the same memory"),
+        ("scale=layerwise", "goes by the values.*scale=dynamic has the same"),
+    ],
+)
+def test_what_has_no_estimate_is_refused(setting, said):
+    with pytest.raises(UserError, match=said):
+        estimate(["+recipe=resnet", setting])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [name for name in files.names("recipe") if name.endswith("_paper")])
+def test_every_recipe_of_the_paper_has_an_estimate(recipe):
+    config = compose.config([f"+recipe={recipe}", "batch_size=2"])
+    (model,) = models(config, [Precision.load("fp16")])
+    found = model.step(2)
+    assert found.memory["weights"] == 4 * found.parameters > 0
+    assert found.flops > 0
+
+
+def test_initialisation_that_draws_until_it_suffices_ends():
+    with hollow.networks(FakeTensorMode()):
+        layer = torch.nn.Linear(3, 5)
+        assert torch.nn.init.trunc_normal_(layer.weight, std=2.0) is layer.weight
+        assert isinstance(layer.weight, FakeTensor)
+        with pytest.raises(DataDependentOutputException):
+            layer.weight.sum().item()
+
+
+def test_layout_and_compiler_change_no_memory(capsys):
+    plain, last = (small("resnet", "bf16", channels_last=value) for value in (False, True))
+    peaks = [step(config, config.numbers).memory for config in (plain, last)]
+    assert peaks[0] == peaks[1]
+    compiled = small("resnet", "fp16", compile=True)
+    assert step(compiled, compiled.numbers).peak == pytest.approx(sum(peaks[0].values()), rel=0.001)
+    settings = ["compile=true", "parallel.shard=true", "precision=fp16", "precision.keep_fp32=[softmax]"]
+    assert estimate(["+recipe=resnet", "batch_size=2", *settings]) == 0
+    printed = capsys.readouterr().out
+    assert "compile: operations are counted as they are written" in printed
+    assert "parallel.shard: counted is one GPU" in printed
+    assert "fp16 keep_fp32=[softmax]" in printed.replace("\n", " ")
 
 
 def test_the_table_names_machines_and_what_is_left_out(capsys):

@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor
-from torchmetrics.detection import MeanAveragePrecision
 from torchvision.ops import box_iou
 
 OVERLAP = 0.5
@@ -18,6 +17,8 @@ class AveragePrecision:
     """Collects pictures one by one and compares them at the end."""
 
     def __init__(self) -> None:
+        from torchmetrics.detection import MeanAveragePrecision  # slow to import, and needed to evaluate only
+
         self.metric = MeanAveragePrecision(
             iou_thresholds=[OVERLAP],
             rec_thresholds=RECALLS,
