@@ -92,8 +92,22 @@ def test_synthetic_text_comes_from_its_seed():
 
 
 def test_unknown_data_names_what_there_is():
-    with pytest.raises(UserError, match="data=fashion is no running text; type data=austen, data=lm1b, data=synthetic"):
+    with pytest.raises(
+        UserError,
+        match="data=fashion is no running text; type data=austen, data=austen_letters, data=lm1b, data=synthetic",
+    ):
         text.load(DataSpec("fashion", None, 0), 500, 35, 0)
+
+
+def test_letters_are_those_of_the_words():
+    train, test = text.load(DataSpec("austen_letters", None, 0), 48, 35, 0)
+    plain = [word for _, word in zip(range(2000), text.novel_words("train"), strict=False)]
+    spelled = "".join("\n" if word == "</s>" else f"{word} " for word in plain)
+    assert train.kind == "real" and len(train.words) == 3_734_924 and len(test.words) == 212_222
+    letters = dict(zip(train.words.tolist(), spelled, strict=False))
+    assert letters[0] == "\n" and len(set(letters.values())) == len(letters) > 30
+    assert "".join(letters[number] for number in train.words[: len(spelled)].tolist()) == spelled
+    assert (train.words == UNKNOWN).mean() < 1e-4
 
 
 def test_austen_is_words_and_signs_in_lower_case_with_an_end_after_each_paragraph():

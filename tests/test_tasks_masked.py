@@ -95,8 +95,25 @@ def test_a_few_steps_lower_the_loss():
         ({"feed": 0}, "task.feed=0 must be at least 1"),
         ({"heads": 3}, "task.width=16 must be a multiple of task.heads=3"),
         ({"dropout": 1.0}, "task.dropout=1.0 must be at least 0 and below 1"),
+        ({"ask": "before"}, "task.ask=before is unknown; type task.ask=hidden or task.ask=next"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         task(**options)
+
+
+def test_asked_for_the_next_word_it_sees_those_before():
+    subject = task(ask="next")
+    model = subject.models["model"]
+    batch = subject.train_set.__getitems__(key([0, 12, 24]))
+    assert batch["hidden"].all()
+    ((_, loss),) = subject.losses(batch)
+    logits = (model(batch["words"][:, :-1]) / 4 @ model.embedding.weight.T).double().log_softmax(-1)
+    expected = -logits.gather(-1, batch["words"][:, 1:, None]).mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    changed = batch["words"].clone()
+    changed[:, 7:] = 5
+    with torch.no_grad():
+        before, after = (subject.answers(w, batch["hidden"])[0].view(3, 11, 60) for w in (batch["words"], changed))
+    assert torch.equal(before[:, :7], after[:, :7]) and not torch.equal(before[:, 7:], after[:, 7:])

@@ -15,10 +15,10 @@ HIDDEN = 0.15
 
 
 class Masked(Dataset):
-    """Running text whose batches have a mask: True where a word is hidden and asked for."""
+    """Running text whose batches have a mask: True where a word is asked for, of a share of them."""
 
-    def __init__(self, inner: text.Stream | text.Documents):
-        self.inner, self.name, self.kind = inner, inner.name, inner.kind
+    def __init__(self, inner: text.Stream | text.Documents, share: float | None):
+        self.inner, self.name, self.kind, self.share = inner, inner.name, inner.kind, share
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -32,7 +32,9 @@ class Masked(Dataset):
         words, real = batch["words"], batch["targets"] != text.IGNORED
         assert isinstance(words, torch.Tensor) and isinstance(real, torch.Tensor)
         drawn = torch.from_numpy(self._drawn(key, words.shape)).where(real, torch.tensor(2.0))
-        hidden = (drawn < HIDDEN) | (drawn == drawn.min(1, keepdim=True).values) & real
+        hidden = (drawn < (HIDDEN if self.share is None else self.share)) | (
+            drawn == drawn.min(1, keepdim=True).values
+        ) & real
         return {"words": words, "hidden": hidden}
 
     def _drawn(self, key: BatchKey, shape: torch.Size) -> np.ndarray:
@@ -41,8 +43,13 @@ class Masked(Dataset):
         return np.stack([np.random.default_rng((0, int(index))).random(shape[1]) for index in key.indices])
 
 
-def load(spec: text.DataSpec, vocabulary: int, window: int, documents: int) -> tuple[Masked, Masked]:
-    """Training text in stretches of `window` words, and the first held-out `documents`; see `text.load`."""
+def load(
+    spec: text.DataSpec, vocabulary: int, window: int, documents: int, share: float | None = None
+) -> tuple[Masked, Masked]:
+    """Training text in stretches of `window` words, and the first held-out `documents`; see `text.load`.
+
+    share: of the words that are asked for; unset, HIDDEN.
+    """
     train, test = text.load(spec, vocabulary, window, 0)
     test.words = test.words[: documents * text.DOCUMENT + 1]
-    return Masked(train), Masked(test)
+    return Masked(train, share), Masked(test, share)

@@ -1,6 +1,7 @@
 """Running text for language models.
 
 `austen`: six novels of Jane Austen, embedded, in lower case; the last part of the text is held out.
+`austen_letters`: the same, letter by letter.
 `lm1b`: the 1-billion-word benchmark, or any folder of files with one sentence a line (see lm1b.py).
 `synthetic`: random words, half of which follow from the word before.
 """
@@ -108,7 +109,7 @@ def load(spec: DataSpec, vocabulary: int, window: int, sampled: int) -> tuple[St
 
     Raises UserError for an unknown data set or a folder without the files.
     """
-    readers = {"austen": austen, "lm1b": lm1b, "synthetic": synthetic}
+    readers = {"austen": austen, "austen_letters": austen_letters, "lm1b": lm1b, "synthetic": synthetic}
     if spec.name not in readers:
         raise UserError(f"data={spec.name} is no running text; type data={', data='.join(sorted(readers))}")
     kind, train, test = readers[spec.name](spec, vocabulary)
@@ -118,6 +119,17 @@ def load(spec: DataSpec, vocabulary: int, window: int, sampled: int) -> tuple[St
 def austen(spec: DataSpec, vocabulary: int) -> tuple[str, np.ndarray, np.ndarray]:
     """Words, numbers and signs in lower case, one </s> after each paragraph; underscores (italics) are dropped."""
     train, test = (list(novel_words(split)) for split in ("train", "test"))
+    known = Vocabulary(Counter(train), vocabulary)
+    known.numbers["</s>"] = END
+    return "real", np.array(known.encode(train), np.int32), np.array(known.encode(test), np.int32)
+
+
+def austen_letters(spec: DataSpec, vocabulary: int) -> tuple[str, np.ndarray, np.ndarray]:
+    """The letters of those words, with a space behind each, and the signs; one </s> after each paragraph."""
+    train, test = (
+        [sign for word in novel_words(split) for sign in ([word] if word == "</s>" else word + " ")]
+        for split in ("train", "test")
+    )
     known = Vocabulary(Counter(train), vocabulary)
     known.numbers["</s>"] = END
     return "real", np.array(known.encode(train), np.int32), np.array(known.encode(test), np.int32)

@@ -19,12 +19,21 @@ BUCKETS, FARTHEST = 32, 128
 
 
 class T5Encoder(nn.Module):
-    """Takes words (batch, time), returns hidden states (batch, time, width)."""
+    """Takes words (batch, time), returns hidden states (batch, time, width); `causal`: none sees a word behind it."""
 
     def __init__(
-        self, words: int, width: int, layers: int, heads: int, feed: int, clamp: bool, dropout: float = 0.0
+        self,
+        words: int,
+        width: int,
+        layers: int,
+        heads: int,
+        feed: int,
+        clamp: bool,
+        dropout: float = 0.0,
+        causal: bool = False,
     ) -> None:
         super().__init__()
+        self.causal = causal
         self.embedding = nn.Embedding(words, width)
         self.positions = nn.Embedding(BUCKETS, heads)
         self.blocks = nn.ModuleList(Block(width, heads, feed, clamp, dropout) for _ in range(layers))
@@ -34,6 +43,9 @@ class T5Encoder(nn.Module):
     def forward(self, words: Tensor) -> Tensor:
         x = self.dropout(self.embedding(words))
         bias = self.positions(bucket(words.shape[1], words.device)).permute(2, 0, 1)
+        if self.causal:
+            ahead = torch.ones_like(bias[0], dtype=torch.bool).triu(1)
+            bias = bias.masked_fill(ahead, -math.inf)
         for block in self.blocks:
             x = block(x, bias)
         return self.dropout(self.norm(x))
