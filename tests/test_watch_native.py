@@ -235,3 +235,17 @@ def test_fp8_counts_its_operands_and_the_16_bit_products_around():
     }  # fmt: skip
     alarm = found(watch)["underflow"]
     assert alarm.layers == ("1",) and "no loss scale helps" in alarm.advice
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_too():
+    model = deep().cuda()
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**-12)
+    watch = mptrain.Watch(model, (), scaler=scaler, on_alarm=lambda alarm: None)
+    with torch.autocast("cuda", torch.float16):
+        loss = model(torch.randn(8, 4, device="cuda")).float().square().sum() * 2.0**-8
+    scaler.scale(loss).backward()
+    watch.step(loss)
+    watch.close()
+    assert found(watch)["underflow"].layers == ("0", "1", "2")
+    assert products(watch)["3", "grad_input"]["first_exponent"] < -25
