@@ -32,7 +32,7 @@ def count(before: Tensor, after: Tensor) -> Tensor:
     finite = before.isfinite()
     zero = before == 0
     return torch.stack([
-        torch.tensor(before.numel(), device=before.device),
+        torch.full((), before.numel(), device=before.device),
         zero.sum(),
         (~zero & (size == 0)).sum(),
         ((size > 0) & (size < OF_DTYPE[after.dtype].smallest_normal)).sum(),

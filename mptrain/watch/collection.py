@@ -18,7 +18,7 @@ from mptrain.precision.blocks import every, flat
 from mptrain.watch.modules import compiled, tensors
 from mptrain.watch.native import Native
 from mptrain.watch.products import Products, may_be_native
-from mptrain.watch.statistics import Measured, Statistics, measure, read
+from mptrain.watch.statistics import Measured, Statistics, fetch, measure, read
 
 if TYPE_CHECKING:
     from mptrain.watch.hook import Watch
@@ -187,11 +187,15 @@ class Collection:
         if loss is not None:
             self._add("", "loss", "", loss)
         keys = [(key, len(rows)) for key, rows in self.measured.items()]
-        lost = {p: torch.count_nonzero(b == every(flat(p), watch.sample)).double() for p, b in self.before.items()}
+        lost = {p: torch.count_nonzero(b == every(flat(p), watch.sample)) for p, b in self.before.items()}
         small = {p: _small_updates(b, every(flat(p), watch.sample)) for p, b in self.full.items()}
-        found = iter(read([row for rows in self.measured.values() for row in rows]))
-        scale = None if self.scale is None else float(self.scale)
-        lost_of, small_of = ({self.parameters[p]: int(n) for p, n in each.items()} for each in (lost, small))
+        exact, products = self.products.pending()
+        scales = [] if self.scale is None else [torch.as_tensor(self.scale)]
+        measured = [row for rows in self.measured.values() for row in rows]
+        statistics, numbers = fetch([*measured, *exact], [*lost.values(), *small.values(), *scales, *products])
+        found, figures = iter(statistics), iter(numbers)
+        lost_of, small_of = ({self.parameters[p]: int(next(figures)[0]) for p in each} for each in (lost, small))
+        scale = next(figures)[0] if scales else None
         rows = []
         for key, calls in keys:
             whole = next(found)
@@ -201,7 +205,7 @@ class Collection:
             if row["kind"] == "weight":
                 row |= {"lost": lost_of.get((key[0], key[2])), "small_updates": small_of.get((key[0], key[2]))}
             rows.append(row)
-        return [*rows, *self.products.rows(step, scale, self.order)]
+        return [*rows, *self.products.rows(step, scale, self.order, found, figures)]
 
     def _row(
         self, step: int, key: tuple[str, str, str], calls: int, s: Statistics, scale: float | None
@@ -233,7 +237,7 @@ class Collection:
 def _small_updates(before: Tensor, after: Tensor) -> Tensor:
     """How many weights are over 2048 times what they were moved by; NaN, which has no gradient, and zeros are not."""
     moved = (after - before).abs_().mul_(SMALL_UPDATE)
-    return torch.count_nonzero(before.abs() > moved).double()
+    return torch.count_nonzero(before.abs() > moved)
 
 
 def _weak(method: Any) -> Callable[..., None]:

@@ -21,7 +21,7 @@ from mptrain.precision.counting import DIRECTIONS, KINDS, OPERANDS, Counter
 from mptrain.precision.dispatch import innermost
 from mptrain.watch.histogram import Histogram
 from mptrain.watch.native import Native
-from mptrain.watch.statistics import read
+from mptrain.watch.statistics import Measured, Statistics
 
 
 def are_native(arithmetic: Any) -> bool:
@@ -106,28 +106,40 @@ class Products:
         if self.counter is not None:
             self.counter.settle()
 
-    def rows(self, step: int, scale: float | None, order: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    def pending(self) -> tuple[list[Measured], list[Tensor]]:
+        """What `rows` needs brought to the host: of native products what they were, and the counts of all."""
+        self.settle()
+        counters = [] if self.counter is None else [self.counter]
+        exact: list[Measured] = []
+        if self.native is not None:
+            counters.append(self.native.counter)
+            exact = [row for rows in self.native.exact.values() for row in rows]
+        return exact, [
+            counter.totals[key] - (self.before.get(key, 0) if counter is self.counter else 0)
+            for counter in counters
+            for key in counter.totals
+        ]
+
+    def rows(
+        self,
+        step: int,
+        scale: float | None,
+        order: Mapping[str, int],
+        exact: Iterator[Statistics],
+        counts: Iterator[list[float]],
+    ) -> Iterator[dict[str, Any]]:
         """One row for each layer that ran and each direction."""
         if self.counter is not None:
-            self.counter.settle()
             compute = self.arithmetic.compute
             dtypes = {key: OPERANDS.get(key[1], compute) for key in self.counter.totals}
-            yield from self._rows(
-                self.counter,
-                dtypes,
-                {k: Histogram.from_bins(*bins, 0) for k, bins in self.counter.exponents()},
-                step,
-                scale,
-                order,
-            )
+            lossy = {k: Histogram.from_bins(*bins, 0) for k, bins in self.counter.exponents()}
+            yield from self._rows(self.counter, dtypes, lossy, step, scale, order, counts)
         if self.native is not None:
-            counter = self.native.counter
             names = {key: str(dtype).removeprefix("torch.") for key, dtype in self.native.dtypes.items()}
-            found = iter(read([row for rows in self.native.exact.values() for row in rows]))
-            exact = {
-                k: sum((next(found).histogram for _ in rows), Histogram()) for k, rows in self.native.exact.items()
+            lossy = {
+                k: sum((next(exact).histogram for _ in rows), Histogram()) for k, rows in self.native.exact.items()
             }
-            yield from self._rows(counter, names, exact, step, scale, order)
+            yield from self._rows(self.native.counter, names, lossy, step, scale, order, counts)
 
     def _rows(
         self,
@@ -137,13 +149,13 @@ class Products:
         step: int,
         scale: float | None,
         order: Mapping[str, int],
+        changes: Iterator[list[float]],
     ) -> Iterator[dict[str, Any]]:
-        keys = sorted(counter.totals, key=lambda key: (order.get(key[0], -1), DIRECTIONS.index(key[1])))
+        counted = {key: dict(zip(KINDS, map(int, next(changes)), strict=True)) for key in list(counter.totals)}
         mine = counter is self.counter
-        changes = [counter.totals[key] - (self.before.get(key, 0) if mine else 0) for key in keys]
-        for key, values in zip(keys, torch.stack(changes).tolist() if changes else [], strict=True):
+        for key in sorted(counted, key=lambda key: (order.get(key[0], -1), DIRECTIONS.index(key[1]))):
+            counts = counted[key]
             layer, direction = key
-            counts = dict(zip(KINDS, values, strict=True))
             if not counts["values"] or layer not in order:
                 continue
             first, exponents = exact.get(key, Histogram()).bins()

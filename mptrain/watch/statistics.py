@@ -10,8 +10,9 @@ Sums of squares of numbers like 1e-25 would be zero in FP32. Moments are therefo
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -221,14 +222,21 @@ def _with_care(whole: Tensor, part: Tensor) -> tuple[list[Tensor], list[Tensor]]
 
 def read(rows: Sequence[Measured]) -> list[Statistics]:
     """Measures what was kept, and brings rows to the host, all of one device at once."""
+    return fetch(rows, [])[0]
+
+
+def fetch(rows: Sequence[Measured], others: Sequence[Tensor]) -> tuple[list[Statistics], list[list[float]]]:
+    """`read`, and the numbers of other tensors, on the same way: one wait for each device."""
     swept = iter(sweeps([row.part for row in rows if isinstance(row, Kept)]))
     here = [_of_kept(row, next(swept)) if isinstance(row, Kept) else row for row in rows]
-    found: dict[int, list[float]] = {}
-    away = {i: row for i, row in enumerate(here) if isinstance(row, Row)}
-    for device in {row.values.device for row in away.values()}:
-        there = {i: row.values for i, row in away.items() if row.values.device == device}
-        found |= zip(there, torch.stack(list(there.values())).tolist(), strict=True)
-    return [row if isinstance(row, Statistics) else _of_row(row, found[i]) for i, row in enumerate(here)]
+    waiting = [row.values for row in here if isinstance(row, Row)] + [other.reshape(-1).double() for other in others]
+    came: dict[torch.device, Iterator[float]] = {
+        device: iter(torch.cat([t for t in waiting if t.device == device]).tolist())
+        for device in {t.device for t in waiting}
+    }
+    lists = iter([list(itertools.islice(came[t.device], t.numel())) for t in waiting])
+    found = [row if isinstance(row, Statistics) else _of_row(row, next(lists)) for row in here]
+    return found, list(lists)
 
 
 def _of_kept(row: Kept, found: Sweep | None) -> Statistics:
