@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from mptrain.precision import fp8
@@ -255,6 +256,57 @@ def test_native_operands_are_laid_out_as_cublas_wants_them(monkeypatch):
         assert options["out_dtype"] == torch.bfloat16 and options["use_fast_accum"] is False
         assert all(options[s].numel() == 1 and options[s].dtype == torch.float32 for s in ("scale_a", "scale_b"))
     assert not seen[2][0][:, 35:].float().any() and not seen[2][1][35:].float().any()
+
+
+LAYOUTS = {
+    "as it is": lambda t: t,
+    "transposed": lambda t: t.t().contiguous().t(),
+    "strided": lambda t: t.repeat(1, 2)[:, ::2],
+    "one for all": lambda t: t[:1, :1].expand(t.shape),
+    "apart": lambda t: t.repeat_interleave(2, 0)[::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 2, 35, 48])
+def test_a_gpu_takes_every_layout(layout, rows):
+    """On tensors without numbers that lie on a GPU, checked by torch's own rules for its scaled matmul."""
+    turn = LAYOUTS[layout]
+    with FakeTensorMode(), torch.device("cuda"):
+        x, w, g = (turn(torch.randn(*size, dtype=torch.bfloat16)) for size in ((rows, 32), (64, 32), (rows, 64)))
+        x8, w8, g8 = scaled(x, E4M3), scaled(w, E4M3), scaled(g, E5M2)
+        assert all(t.unit.device.type == "cuda" and t.unit.dtype == torch.float32 for t in (x8, w8, g8))
+        found = [
+            fp8._native(x8, w8, torch.randn(64, dtype=torch.bfloat16)),
+            fp8._native(g8, fp8._turned(w8), None),
+            fp8._native(fp8._turned(g8), fp8._turned(x8), None),
+        ]
+    assert [(*y.shape, y.dtype, y.device.type) for y in found] == [
+        (rows, 64, torch.bfloat16, "cuda"),
+        (rows, 32, torch.bfloat16, "cuda"),
+        (64, 32, torch.bfloat16, "cuda"),
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_of_any_layout_have_their_values(layout):
+    values = LAYOUTS[layout](torch.randn(7, 32)).to(torch.float8_e4m3fn)
+    rows = fp8._by_rows(values)
+    assert rows.stride() == (32, 1) and torch.equal(rows.float(), values.float())
+    assert fp8._by_rows(rows) is rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gpu_computes_every_layout(layout):
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 kernels need capability 8.9")
+    x, w = LAYOUTS[layout](torch.randn(48, 64, device="cuda")), torch.randn(32, 64, device="cuda")
+    with Precision.load("fp8").arithmetic("cuda"):
+        found, expected = (F.linear(t.requires_grad_(), LAYOUTS[layout](w)) for t in (x, x.detach().contiguous()))
+    assert torch.equal(found, expected)
+    for y in (found, expected):
+        y.backward(LAYOUTS[layout](torch.ones_like(y)))
 
 
 @pytest.mark.gpu

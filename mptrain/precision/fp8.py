@@ -177,16 +177,23 @@ def _emulated(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _native(a: Scaled, b: Scaled, bias: Tensor | None) -> Tensor:
-    """The same of FP8 tensors, by torch's scaled matmul; both contiguous, k and n multiples of 16."""
+    """The same of FP8 tensors, by torch's scaled matmul; k and n are multiples of 16."""
     return torch._scaled_mm(
-        a.values,
-        b.values.t(),
+        _by_rows(a.values),
+        _by_rows(b.values).t(),
         scale_a=a.unit,
         scale_b=b.unit,
         bias=bias,
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
     )
+
+
+def _by_rows(values: Tensor) -> Tensor:
+    """The same, contiguous along its rows: what came transposed was rounded where it lay."""
+    if values.stride() == (values.shape[1], 1):
+        return values
+    return values.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(values.dtype)
 
 
 def _as_it_is(a: Scaled) -> Scaled:
