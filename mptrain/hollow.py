@@ -71,8 +71,10 @@ def _empty(value: Tensor, fake: FakeTensorMode) -> Tensor:
     return nn.Parameter(empty, value.requires_grad) if isinstance(value, nn.Parameter) else empty
 
 
-def batch(value: Any, fake: FakeTensorMode, samples: int, wanted: int) -> Any:
+def batch(value: Any, fake: FakeTensorMode | None, samples: int, wanted: int) -> Any:
     """A batch of so many samples instead, repeated in turn; its pictures, sounds and texts hold no numbers.
+
+    fake: None leaves them their numbers.
 
     Samples lie along the first dimension of tensors, or in lists; what is of another length stays. So do boxes, masks,
     and what has one dimension: labels and lengths.
@@ -88,7 +90,7 @@ def batch(value: Any, fake: FakeTensorMode, samples: int, wanted: int) -> Any:
     if not isinstance(value, Tensor):
         return value
     size = (wanted, *value.shape[1:]) if value.dim() and len(value) == samples else value.shape
-    if value.dtype != torch.bool and value.dim() > (2 if value.is_floating_point() else 1):
+    if fake is not None and value.dtype != torch.bool and value.dim() > (2 if value.is_floating_point() else 1):
         with fake:
             return torch.empty(size, dtype=value.dtype)
     return value if size == value.shape else value[torch.arange(wanted) % samples]

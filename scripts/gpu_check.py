@@ -26,19 +26,19 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from benchmarking import table
-from gpu_meters import Energy, peaks
-from gpu_report import cell, speed_tables
-from gpu_speed import Bench, Built, Speed
+from gpu_meters import Energy, memory_of, missing_packages, peaks
+from gpu_report import cell, outcomes, speed_tables
+from gpu_speed import Bench, Built, DeviceLost, Speed
 
 from mptrain import compose, files, measure
 from mptrain.config import check
 from mptrain.errors import UserError
 from mptrain.precision import hardware
+from mptrain.precision.modes import Precision
 from mptrain.results.csvfile import read_csv, write_csv
 from mptrain.results.markdown import markdown
 from mptrain.results.row import Row
@@ -70,6 +70,7 @@ class Check:
             self.precisions = ["fp32", "fp16"]
         self.missing = missing_packages()
         self.environment = measure.environment(torch.device(self.device))
+        self.environment["commit"] = options.commit or self.environment["commit"]
         self.speeds: list[Speed] = []
         self.kept = self.earlier()
         self.peaks: dict[str, float] = {}
@@ -89,16 +90,20 @@ class Check:
             end = start + limit
             print(f"{part}: {limit:.0f} seconds", flush=True)
             if limit > 0:
-                getattr(self, part)(lambda end=end: end - time.monotonic())
+                try:
+                    getattr(self, part)(lambda end=end: end - time.monotonic())
+                except Exception as error:  # written down, and the other parts go on
+                    self.said[part].append(f"ended early: {type(error).__name__}: {error}")
             else:
                 self.said[part].append("no time left")
             self.took[part] = time.monotonic() - start
             self.write()
 
     def tests(self, left: Callable[[], float]) -> None:
-        files_of_tests = sorted((ROOT / "tests").glob("test_*.py"))
+        whole_runs = "test_gpu_run.py"  # take longest, so they come last
+        files_of_tests = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: (path.name == whole_runs, path))
         found = [str(path) for path in files_of_tests if "mark.gpu" in path.read_text(encoding="utf-8")]
-        call = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *found]
+        call = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *found]
         with open(self.out / "tests.txt", "w+", encoding="utf-8") as log:
             try:
                 path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -109,28 +114,27 @@ class Check:
                 end = "stopped for want of time"
             log.seek(0)
             lines = log.read().splitlines() or ["nothing was said"]
-        failed = [f"- {line}" for line in lines if line.startswith(("FAILED", "ERROR"))]
-        self.said["tests"] += [f"{end}: {lines[-1]}", *(["\n".join(failed)] if failed else [])]
+        self.said["tests"].append(f"{end}: {outcomes(lines)}")
 
     def trainings(self, left: Callable[[], float]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            for recipe in SMALL[:1] if self.tiny else SMALL:
-                for precision in self.precisions:
-                    if left() <= 0:
-                        self.said["trainings"].append(f"{recipe} {precision}: no time left")
-                        continue
-                    values = compose.baseline(recipe, precision)
-                    values |= {"device": self.device, "tensorboard": False, "progress": False}
-                    values |= {"steps": 3, "batch_size": 8, "data": "synthetic"} if self.tiny else {}
-                    try:
-                        train(check(values | {"out": f"{folder}/{recipe}-{precision}"}))
-                    except Exception as error:  # listed, and the others go on
-                        self.said["trainings"].append(f"{recipe} {precision}: {type(error).__name__}: {error}")
+            for recipe, precision in pairs(SMALL[:1] if self.tiny else SMALL, self.precisions):
+                if left() <= 0:
+                    self.said["trainings"].append(f"{recipe} {precision}: no time left")
+                    continue
+                values = compose.baseline(recipe, precision)
+                values |= {"device": self.device, "tensorboard": False, "progress": False}
+                values |= {"steps": 3, "batch_size": 8, "data": "synthetic"} if self.tiny else {}
+                try:
+                    train(check(values | {"out": f"{folder}/{recipe}-{precision}"}))
+                except Exception as error:  # listed, and the others go on
+                    self.said["trainings"].append(f"{recipe} {precision}: {type(error).__name__}: {error}")
             compared = build_table(*find_runs([Path(folder)]))
         (self.out / "trainings.csv").write_text(write_csv(compared.rows, Row), encoding="utf-8")
         self.said["trainings"].append(markdown(document_of(compared)).replace("# ", "### "))
 
     def speed(self, left: Callable[[], float]) -> None:
+        start = time.monotonic()
         self.peaks = peaks(self.device, 256 if self.device == "cpu" else 8192)
         energy = Energy(self.device)
         self.said["speed"] += [f"Energy: {energy.how}."]
@@ -152,9 +156,15 @@ class Check:
                     said = f"{row.throughput:.4g} {row.unit}" if row.throughput else row.note
                     print(f"  {row.recipe} {row.precision} {row.which} {row.batch}: {said}", flush=True)
                     self.save()
+            except DeviceLost as error:
+                self.speeds.append(Speed(recipe, "", "equal", note=f"the device was lost: {error}"))
+                self.said["speed"].append("The device was lost on the way; the same command goes on from there.")
+                break
             except Exception as error:  # listed, and the others go on
                 self.speeds.append(Speed(recipe, "", "equal", note=f"{type(error).__name__}: {error}"))
-            self.save()
+            self.took["speed"] = time.monotonic() - start
+            self.write()  # whatever stops this script, what was measured is there
+        self.save()
 
     def complete(self, rows: list[Speed]) -> bool:
         """Whether an earlier call had the time for every row of a recipe."""
@@ -167,19 +177,21 @@ class Check:
         from mptrain import estimate  # leans on torch's own tools, which the other parts can do without
 
         rows = []
-        for row in self.speeds:
-            wanted = row.recipe in ESTIMATED and row.precision in ("fp32", "fp16") and row.which == "equal"
-            if row.batch is None or not (wanted or self.tiny) or left() <= 0:
+        for recipe in dict.fromkeys(row.recipe for row in self.speeds):
+            measured = [r for r in self.speeds if (r.recipe, r.which) == (recipe, "equal") and r.step_ms and r.batch]
+            measured = [row for row in measured if row.precision in ("fp32", "fp16")]
+            if not measured or not (recipe in ESTIMATED or self.tiny) or left() <= 0:
                 continue
-            values = compose.baseline(row.recipe, row.precision) | {"batch_size": row.batch, "accumulate": 1}
+            values = compose.baseline(recipe, "fp32") | {"batch_size": measured[0].batch, "accumulate": 1}
             config = check(values | {"data": "synthetic", "data_dir": None})
             try:
-                said = estimate.step(config, config.numbers).peak / 2**30
+                models = estimate.models(config, [Precision.load(row.precision) for row in measured])
+                for row, model in zip(measured, models, strict=True):
+                    said = model.step(row.batch or 1).peak / 2**30
+                    beside = [cell(row.peak_gib, 2), cell(row.peak_gib and said / row.peak_gib, 3)]
+                    rows.append([recipe, row.precision, str(row.batch), f"{said:.2f}", *beside])
             except Exception as error:  # listed, and the others go on
-                self.said["estimates"].append(f"{row.recipe}: {type(error).__name__}: {str(error)[:200]}")
-                continue
-            beside = [cell(row.peak_gib, 2), cell(row.peak_gib and said / row.peak_gib, 3)]
-            rows.append([row.recipe, row.precision, str(row.batch), f"{said:.2f}", *beside])
+                self.said["estimates"].append(f"{recipe}: {type(error).__name__}: {str(error)[:200]}")
         header = ["recipe", "precision", "batch", "estimated GiB", "allocated GiB", "ratio"]
         self.said["estimates"].append(table(header, rows))
 
@@ -229,20 +241,9 @@ def paper_recipes(tiny: bool) -> list[str]:
     return sorted(found, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
 
 
-def missing_packages() -> list[str]:
-    """Of pyproject.toml's, those that are not installed."""
-    import re
-    import tomllib
-
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
-    names = [re.match(r"[\w.-]+", text).group() for text in wanted]  # type: ignore[union-attr]
-    installed = {found.metadata["Name"].lower().replace("_", "-") for found in metadata.distributions()}
-    return [name for name in names if name.lower() not in installed]
-
-
-def memory_of(device: str) -> str:
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.total_memory / 2**30:.0f} GiB, capability {properties.major}.{properties.minor}"
+def pairs(recipes: Sequence[str], precisions: Sequence[str]) -> list[tuple[str, str]]:
+    """Every recipe in every precision: first all in FP32 and FP16, so that whatever time allows has a ratio."""
+    return [(r, p) for some in (precisions[:2], precisions[2:]) for r in recipes for p in some]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -252,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", default=",".join(PARTS), help="some of %(default)s")
     parser.add_argument("--recipes", default="", help="for the part speed, with commas (default: all *_paper)")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="of a copy of the checkout without its history")
     parser.add_argument("--tiny", action="store_true", help="small sizes; for a dry run on a CPU")
     options = parser.parse_args(argv)
     if unknown := [part for part in options.parts.split(",") if part not in PARTS]:

@@ -1,12 +1,19 @@
-"""Meters for gpu_speed.py: FLOP/s of a large product in each format, and energy."""
+"""Meters for the GPU check: FLOP/s of a large product in each format, energy, and what is there."""
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import re
 import statistics
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,52 +60,97 @@ class Drawn:
 
 
 class Energy:
-    """What a GPU draws: NVML's energy counter, else the mean of nvidia-smi's power times the time, else nothing."""
+    """What a GPU draws: NVML's energy counter, else nvidia-smi's power over the time, else nothing."""
 
     def __init__(self, device: str):
         self.how = "not measured"
-        self.handle: Any = None
-        self.index = 0
+        self.counter: Callable[[], int] | None = None
+        self.power: Power | None = None
         if torch.device(device).type != "cuda":
             return
-        self.index = torch.cuda._get_nvml_device_index(device)
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(self.index)
-            pynvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)
-            self.how = "NVML's energy counter"
-        except Exception:  # no package, no library, or no counter on this GPU
-            self.handle = None
-            self.how = "nvidia-smi's power, 5 times a second"
+        with suppress(Exception):  # no library, no such GPU (a part of one, for instance), or no counter on it
+            counter = nvml_counter(_uuid(device))
+            counter()
+            self.counter = counter
+            self.how = "NVML's counter, which moves some ten times a second"
+            return
+        with suppress(Exception):
+            self.power = Power(_uuid(device))
+            self.how = "nvidia-smi's power, ten times a second"
 
     @contextmanager
     def drawn(self) -> Iterator[Drawn]:
         """Its `joules` are there afterwards."""
         result = Drawn()
-        if self.how == "not measured":
+        if self.counter is not None:
+            before = self.counter()
             yield result
-        elif self.handle is not None:
-            before = self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle)  # in millijoules
+            result.joules = (self.counter() - before) / 1e3 or None
+        elif self.power is not None:
+            start = time.perf_counter()
             yield result
-            result.joules = (self.nvml.nvmlDeviceGetTotalEnergyConsumption(self.handle) - before) / 1e3 or None
+            end = time.perf_counter()
+            watts = self.power.mean(start, end)
+            result.joules = None if watts is None else watts * (end - start)
         else:
-            yield from self._by_nvidia_smi(result)
+            yield result
 
-    def _by_nvidia_smi(self, result: Drawn) -> Iterator[Drawn]:
-        query = ["nvidia-smi", f"--id={self.index}", "--query-gpu=power.draw", "--format=csv,noheader,nounits"]
-        try:
-            asked = subprocess.Popen([*query, "-lms", "200"], stdout=subprocess.PIPE, text=True)
-        except OSError:
-            yield result
-            return
-        start = time.perf_counter()
-        try:
-            yield result
-        finally:
-            seconds = time.perf_counter() - start
-            asked.terminate()
-            lines = asked.communicate()[0].split()
-        watts = [float(line) for line in lines if line.replace(".", "", 1).isdigit()]
-        result.joules = statistics.mean(watts) * seconds if watts else None
+
+def _uuid(device: str) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def nvml_counter(uuid: str) -> Callable[[], int]:
+    """Millijoules since the driver was loaded, by the driver's own library; an error where that cannot be had."""
+    library = ctypes.CDLL("libnvidia-ml.so.1")
+    handle = ctypes.c_void_p()
+
+    def call(function: Any, *arguments: Any) -> None:
+        if status := function(*arguments):
+            raise RuntimeError(f"NVML answers {status}")
+
+    call(library.nvmlInit_v2)
+    call(library.nvmlDeviceGetHandleByUUID, ctypes.c_char_p(uuid.encode()), ctypes.byref(handle))
+
+    def read() -> int:
+        total = ctypes.c_ulonglong()
+        call(library.nvmlDeviceGetTotalEnergyConsumption, handle, ctypes.byref(total))
+        return total.value
+
+    return read
+
+
+class Power:
+    """Watts as nvidia-smi prints them, ten times a second, from now until this process ends."""
+
+    def __init__(self, uuid: str) -> None:
+        query = ["nvidia-smi", f"--id={uuid}", "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-lms", "100"]
+        self.asked = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+        atexit.register(self.asked.terminate)
+        self.samples: list[tuple[float, float]] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.asked.stdout or ():
+            with suppress(ValueError):  # [N/A]
+                self.samples.append((time.perf_counter(), float(line)))
+
+    def mean(self, start: float, end: float) -> float | None:
+        """Of what was printed in between; None if nothing was."""
+        watts = [watt for at, watt in list(self.samples) if start <= at <= end]
+        return statistics.mean(watts) if watts else None
+
+
+def missing_packages() -> list[str]:
+    """Of pyproject.toml's, those that are not installed."""
+    wanted = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "dependencies"
+    ]
+    names = [re.match(r"[\w.-]+", text).group() for text in wanted]  # type: ignore[union-attr]
+    installed = {found.metadata["Name"].lower().replace("_", "-") for found in metadata.distributions()}
+    return [name for name in names if name.lower() not in installed]
+
+
+def memory_of(device: str) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.total_memory / 2**30:.0f} GiB, capability {properties.major}.{properties.minor}"

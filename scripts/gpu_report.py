@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,22 +14,34 @@ from gpu_speed import Speed
 PUBLISHED = Path(__file__).parent.parent / "results" / "gpu" / "published.csv"
 
 
+def outcomes(lines: Sequence[str]) -> str:
+    """How many tests passed, failed or were skipped, and which failed; of pytest -v, whether it came to its end or not.
+
+    What it said last if no test ran.
+    """
+    found = [m.groups() for line in lines if (m := re.match(r"(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)\b", line))]
+    counts = ", ".join(f"{n} {outcome.lower()}" for outcome, n in Counter(outcome for _, outcome in found).items())
+    failed = [f"- {test}" for test, outcome in found if outcome in ("FAILED", "ERROR")]
+    return "\n".join([f"{counts or lines[-1]} (tests.txt)", *([""] if failed else []), *failed])
+
+
 def speed_tables(speeds: Sequence[Speed], tops: dict[str, float]) -> list[str]:
     """One table a recipe, each beside what was published for a network like it."""
     shown = ", ".join(f"{name} {top / 1e12:.3g}" for name, top in tops.items())
     parts = [
         f"TFLOP/s of a large square product in this run, by format: {shown or 'not measured'}. Units per second are of "
-        "whole steps on one batch of synthetic data that lies on the device. The paper has no training times: it "
-        "names 2 to 6 times FP32 for DeepBench operations on Volta."
+        "whole steps on one batch of synthetic data that lies on the device; 'of the peak' is the time that a step's "
+        "products would take at those rates, each in its format, over that of the step. The paper has no training "
+        "times: it names 2 to 6 times FP32 for DeepBench operations on Volta."
     ]
     published = read_published()
     for recipe in dict.fromkeys(row.recipe for row in speeds):
         rows = []
         base = {row.which: row for row in speeds if row.recipe == recipe and row.precision == "fp32"}
         for row in (row for row in speeds if row.recipe == recipe):
-            beside = base.get(row.which, row)
-            faster = row.throughput and beside.throughput and row.throughput / beside.throughput
-            smaller = row.peak_gib and beside.peak_gib and row.peak_gib / beside.peak_gib
+            beside = base.get(row.which)
+            faster = beside and row.throughput and beside.throughput and row.throughput / beside.throughput
+            smaller = beside and row.peak_gib and beside.peak_gib and row.peak_gib / beside.peak_gib
             cells = [row.throughput, faster, row.peak_gib, smaller if row.which == "equal" else None]
             cells += [row.tflops, row.of_peak, row.watts, row.joules_per_1000]
             written = [cell(value, digits) for value, digits in zip(cells, (0, 2, 2, 2, 1, 2, 0, 1), strict=True)]

@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 import torch
 from gpu_meters import Energy
+from torch import nn
 
-from mptrain import compose, measure, tasks
+from mptrain import compose, hollow, measure, tasks
 from mptrain.config import Config, check
 from mptrain.data.dataset import Batch, BatchKey, DataSpec
 from mptrain.precision import hardware
@@ -34,8 +33,12 @@ from mptrain.train import Run
 GIB = 2**30
 ROOM = 0.92
 """Share of the device's memory that the guess of the largest batch counts on; the allocator and cuDNN take theirs."""
-LONGEST_STEP = 6.0
+LONGEST_STEP = 3.0
 """Seconds; a batch whose step would take longer is not tried."""
+
+
+class DeviceLost(Exception):
+    """The GPU answers nothing any more, in this process."""
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Speed:
     unit: str = ""
     peak_gib: float | None = None
     tflops: float | None = None  # FLOP of the products in a step over its time
-    of_peak: float | None = None  # over a large product in the same format, measured in this run
+    of_peak: float | None = None  # least time of the products, by large ones measured in this run, over its time
     watts: float | None = None
     joules_per_1000: float | None = None  # units of throughput
     steps: int = 0
@@ -71,6 +74,10 @@ class Built:
         self.batch_size = config.batch_size
         torch.manual_seed(config.seed)
         self.task = tasks.build(config.task.name, DataSpec("synthetic", None, config.seed), **config.task.options)
+        data = self.task.train_set
+        first = data.epoch(min(self.batch_size, len(data)), None)[0]
+        self.samples = len(first)
+        self.first = data.__getitems__(BatchKey(first, (0, 0, 0), first=True, train=True))
 
     def config(self, precision: str, **more: Any) -> Config:
         """As composed; of the changes, the keys may have dots."""
@@ -84,14 +91,17 @@ class Built:
         return check(values)
 
     def fresh(self) -> Any:
-        kept = {id(data): data for data in (self.task.train_set, self.task.test_set)}
+        """The task with networks of its own; on a GPU they become so when they are brought there."""
+        kept: dict[int, Any] = {id(data): data for data in (self.task.train_set, self.task.test_set)}
+        if self.device.type != "cpu":
+            for model in self.task.models.values():
+                kept |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+                kept |= {id(buffer): buffer for buffer in model.buffers()}
         return copy.deepcopy(self.task, kept)
 
     def batch(self, size: int) -> Batch:
-        """One batch; where synthetic data has fewer samples they are repeated."""
-        data = self.task.train_set
-        first = data.epoch(min(size, len(data)), None)[0]
-        return data.__getitems__(BatchKey(np.resize(first, size), (0, 0, 0), first=True, train=True))
+        """The first batch, with its samples repeated or fewer of them."""
+        return hollow.batch(self.first, None, self.samples, size)
 
 
 class Steps:
@@ -99,8 +109,7 @@ class Steps:
 
     def __init__(self, built: Built, precision: str, size: int, folder: str):
         config = built.config(precision, batch_size=size, out=folder)
-        with patch.object(tasks, "build", lambda *args, **options: built.fresh()):
-            self.run = Run(config, Record(Path(folder)))
+        self.run = Run(config, Record(Path(folder)), task=built.fresh())
         self.window = [built.batch(size)]
         moved = self.run.to_device(self.window[0])
         self.run.to_device = lambda batch: moved  # the task still asks the one on the CPU for its size
@@ -147,12 +156,13 @@ class Bench:
     energy: Energy
     left: Callable[[], float]
 
-    def fill(self, row: Speed, steps: Steps, flop: float) -> None:
-        """Measures into a row; `flop` are those of one step."""
-        steps(2)
+    def fill(self, row: Speed, steps: Steps, products: dict[str, float]) -> None:
+        """Measures into a row; `products` are the FLOP of those of one step, by format."""
+        if steps(1) < 1.0:
+            steps(1)
         once = steps(1)
         skipped = steps.skipped
-        count = max(2, min(500, math.ceil(self.seconds / once)))
+        count = max(1, min(500, math.ceil(min(self.seconds, self.left()) / once)))
         with self.energy.drawn() as drawn:
             took = steps(count)
         run = steps.run
@@ -162,27 +172,33 @@ class Bench:
         row.skipped = steps.skipped - skipped
         if run.device.type == "cuda":
             row.peak_gib = torch.cuda.max_memory_allocated(run.device) / GIB
-        row.tflops = flop * count / took / 1e12 or None
-        if row.tflops and (top := self.peaks.get(run.precision.compute)):
-            row.of_peak = row.tflops * 1e12 / top
+        row.tflops = sum(products.values()) * count / took / 1e12 or None
+        if row.tflops and self.peaks.keys() >= products.keys():
+            row.of_peak = sum(flop / self.peaks[name] for name, flop in products.items()) * count / took
         if drawn.joules:
             row.watts, row.joules_per_1000 = drawn.joules / took, drawn.joules / units * 1e3
 
     def rows(self, built: Built, precisions: list[str], largest: bool) -> Iterator[Speed]:
         """Every precision at the recipe's batch, halved until FP32 fits; then each at the largest that fits it."""
         size, flop, fixed = built.batch_size, 0.0, {}
+        products: dict[str, float]
         for precision in precisions:
             row = Speed(built.recipe, precision, "equal", size)
             while self._tried(row):
                 try:
                     with training(built, precision, row.batch or 1) as steps:
-                        flop = flop or counted(lambda: steps(1)).flops / (row.batch or 1)
-                        self.fill(row, steps, flop * (row.batch or 1))
-                        fixed[precision] = (_allocated(built.device), row)
+                        compute = steps.run.precision.compute
+                        if compute == "float8":  # the only one whose products are of several formats
+                            products = _by_format(steps)
+                        else:
+                            flop = flop or sum(_by_format(steps).values()) / (row.batch or 1)
+                            products = {compute: flop * (row.batch or 1)}
+                        self.fill(row, steps, products)
+                        fixed[precision] = (_allocated(built.device), row, products)
                     break
                 except Exception as error:  # a line of the table, not its end
                     if not _no_room(error):
-                        row.note = _said(error)
+                        row.note = _said(error, built.device)
                         break
                     if precision != precisions[0] or size == 1:
                         row.note = "does not fit"
@@ -191,10 +207,10 @@ class Bench:
             if size < built.batch_size and not row.note:
                 row.note = f"batch {built.batch_size} does not fit in {precisions[0]}"
             yield row
-        for precision, (held, row) in fixed.items() if largest and built.device.type == "cuda" else ():
-            yield self.largest(built, precision, held, row, flop)
+        for precision, (held, row, products) in fixed.items() if largest and built.device.type == "cuda" else ():
+            yield self.largest(built, precision, held, row, products)
 
-    def largest(self, built: Built, precision: str, held: int, equal: Speed, flop: float) -> Speed:
+    def largest(self, built: Built, precision: str, held: int, equal: Speed, products: dict[str, float]) -> Speed:
         """By a guess from the equal batch: `held` bytes stay between steps, the rest of the peak grows with the batch.
 
         Each batch that does not fit is followed by one a seventh smaller, three times.
@@ -212,11 +228,11 @@ class Bench:
                 return row
             try:
                 with training(built, precision, row.batch) as steps:
-                    self.fill(row, steps, flop * row.batch)
+                    self.fill(row, steps, {name: f / equal.batch * row.batch for name, f in products.items()})
                 return row
             except Exception as error:
                 if not _no_room(error):
-                    row.note = _said(error)
+                    row.note = _said(error, built.device)
                     return row
                 row.batch = max(equal.batch, row.batch * 6 // 7 // 8 * 8)
         row.batch, row.note = None, "none of four batches fits"
@@ -228,6 +244,15 @@ class Bench:
         return self.left() > 0
 
 
+def _by_format(steps: Steps) -> dict[str, float]:
+    """FLOP of the products of one step, which is taken for this, by the format of their operands."""
+    found: dict[str, float] = {}
+    for name, flop, _ in counted(lambda: steps(1)).operations:
+        if flop:
+            found[name] = found.get(name, 0.0) + flop
+    return found
+
+
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
@@ -235,9 +260,15 @@ def _allocated(device: torch.device) -> int:
 def _no_room(error: Exception) -> bool:
     """Libraries have errors of their own for memory that cannot be had."""
     return isinstance(error, torch.OutOfMemoryError) or any(
-        words in str(error) for words in ("out of memory", "ALLOC_FAILED")
+        words in str(error) for words in ("out of memory", "ALLOC_FAILED", "unable to find an engine")
     )
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
+def _said(error: Exception, device: torch.device) -> str:
+    """A line for the table; raises DeviceLost if the device answers no more, as after an illegal memory access."""
+    said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:150]}"
+    try:
+        measure.waiter(device)()
+    except RuntimeError as lost:
+        raise DeviceLost(said) from lost
+    return said

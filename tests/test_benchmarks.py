@@ -215,19 +215,19 @@ def test_the_largest_batch_is_guessed_and_then_tried(monkeypatch):
     total = SimpleNamespace(total_memory=48 * gpu_speed.GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
     monkeypatch.setattr(gpu_speed, "training", training)
-    monkeypatch.setattr(gpu_speed.Bench, "fill", lambda self, row, steps, flop: setattr(row, "throughput", flop))
+    monkeypatch.setattr(gpu_speed.Bench, "fill", lambda self, row, _, flop: setattr(row, "throughput", flop["tf32"]))
     bench = gpu_speed.Bench(1.0, {}, None, lambda: 60.0)
     built = SimpleNamespace(recipe="made_up", device=torch.device("cuda"))
     equal = gpu_speed.Speed("made_up", "fp32", "equal", 8, peak_gib=10.0, step_ms=100.0)
     # 2 GiB stay, 8 GiB belong to 8 samples; 0.92 of 48 GiB less 2 has room for 42.
-    row = bench.largest(built, "fp32", 2 * gpu_speed.GIB, equal, flop=3.0)
+    row = bench.largest(built, "fp32", 2 * gpu_speed.GIB, equal, {"tf32": 24.0})
     assert tried == [40, 32] and (row.batch, row.throughput, row.note) == (32, 96.0, "")
     equal.step_ms = 4000.0
-    row = bench.largest(built, "fp32", 2 * gpu_speed.GIB, equal, flop=3.0)
-    assert row.batch == 8 and "limited by a step of 6 s" in row.note
+    row = bench.largest(built, "fp32", 2 * gpu_speed.GIB, equal, {"tf32": 24.0})
+    assert row.batch == 8 and "limited by a step of 3 s" in row.note
     equal.step_ms, tried[:] = 100.0, []
     monkeypatch.setattr(gpu_speed, "training", lambda *args: training("", "", tried.append(args[2]) or 99))
-    row = bench.largest(built, "fp32", 2 * gpu_speed.GIB, equal, flop=3.0)
+    row = bench.largest(built, "fp32", 2 * gpu_speed.GIB, equal, {"tf32": 24.0})
     assert row.batch is None and row.note == "none of four batches fits"
     bench.left = lambda: 0.0
-    assert bench.largest(built, "fp32", 2 * gpu_speed.GIB, equal, flop=3.0).note == "no time left"
+    assert bench.largest(built, "fp32", 2 * gpu_speed.GIB, equal, {"tf32": 24.0}).note == "no time left"
