@@ -418,3 +418,18 @@ def test_tensorboard_shows_a_loop_of_ones_own(tmp_path):
     assert histogram.num == 8 and sum(histogram.bucket) == 8
     train(model, optimizer, 1, lambda **kw: mptrain.Watch(model, out=tmp_path / "quiet", tensorboard=False)).close()
     assert [path.name for path in (tmp_path / "quiet").iterdir()] == ["watch.parquet"]
+
+
+def test_an_optimizer_may_hold_parameters_in_any_order():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    groups = [{"params": [model[1].weight]}, {"params": [model[0].weight], "lr": 0.0, "betas": (0.5, 0.9)}]
+    optimizer = torch.optim.Adam(groups, 1.0)
+    watch = train(model, optimizer, 1, lambda **kw: mptrain.Watch(model, optimizer, **kw))
+    assert watch.alarms.betas == {("0", "weight"): (0.5, 0.9), ("1", "weight"): (0.9, 0.999)}
+    for number, factor in (("0", 0.5), ("1", 0.1)):
+        (moment,) = rows_of(watch, "moment", number, "weight.exp_avg")
+        (gradient,) = rows_of(watch, "grad_weight", number)
+        assert moment["norm"] == pytest.approx(factor * gradient["norm"], rel=1e-5)
+    small = {row["layer"]: row["small_updates"] for row in rows_of(watch, "weight")}
+    assert small == {"0": 16, "1": 0}
+    watch.close()

@@ -146,6 +146,31 @@ def test_a_region_of_ours_is_found_without_being_told():
     assert region.counter is None
 
 
+@pytest.mark.parametrize("make", [mptrain.loss_scaler, lambda s: torch.amp.GradScaler("cpu", init_scale=s)])
+def test_the_scaler_that_steps_is_found_without_being_told(make):
+    norms = {}
+    for scale in (2.0**4, 2.0**10):
+        model, scaler = deep(1.0), make(scale)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        watch = mptrain.Watch(model, optimizer, 1)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).square().mean()
+            scaler.scale(loss).backward()
+            if step:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            scaler.step(optimizer)
+            scaler.update()
+            watch.step(loss)
+            rows = [row for row in watch.rows if row["kind"] == "grad_weight" and row["name"] == "weight"]
+            assert {row["scale"] for row in rows} == {scale}
+            norms[scale, step] = [row["norm"] for row in rows]
+        watch.close()
+    for step in range(2):
+        assert norms[2.0**4, step] == pytest.approx(norms[2.0**10, step], rel=1e-5)
+
+
 def test_nothing_left_by_the_loss():
     alarm = found(looked_at(deep(1.0), torch.randn(8, 4), amp(), 2.0**-30))["underflow"]
     assert alarm.layers == tuple("012345") and "no gradient reaches any of 6 layers" in alarm.evidence

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from mptrain.watch.modules import compiled, tensors
 from mptrain.watch.native import Native
 from mptrain.watch.products import Products, may_be_native
 from mptrain.watch.statistics import Measured, Statistics, fetch, measure, read
+from mptrain.watch.updates import chosen, scale_of, scaler_above, updated
 
 if TYPE_CHECKING:
     from mptrain.watch.hook import Watch
@@ -42,7 +43,7 @@ class Collection:
         self.full: dict[nn.Parameter, Tensor] = {}
         self.muted = False
         self.known: dict[int, tuple[weakref.ref[Tensor], int, Measured]] = {}
-        self.parameters = _parameters(watch)
+        self.parameters = chosen(watch)
         self.native = (
             Native(self.parameters, self.order, watch.sample) if watch.due and may_be_native(watch.arithmetic) else None
         )
@@ -149,7 +150,7 @@ class Collection:
         if self.muted:
             return
         if self.scale is None:
-            self.scale = _scale_of(self.watch.scaler)
+            self.scale = scale_of(self.watch.scaler)
         if p in self.closed or p.grad is None:
             return
         layer, name = self.parameters[p]
@@ -157,7 +158,9 @@ class Collection:
 
     def _steps(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """An optimizer is about to step: later gradients of its parameters belong to others."""
-        for p, mine in _updated(self.watch, optimizer, self.parameters):
+        if self.watch.scaler is None and (scaler := scaler_above()) is not None:
+            self.watch.scaler, self.scale = scaler, scale_of(scaler)
+        for p, mine in updated(self.watch, optimizer, self.parameters):
             self.closed.add(mine)
             low = mine.dtype in (torch.float16, torch.bfloat16) and (p is mine or self.watch.rounded_updates)
             full = mine.dtype == torch.float32 and p is mine
@@ -175,7 +178,7 @@ class Collection:
         for p, (layer, name) in self.parameters.items():
             self._add(layer, "weight", name, p)
         for optimizer in watch.optimizers:
-            for p, mine in _updated(watch, optimizer, self.parameters):
+            for p, mine in updated(watch, optimizer, self.parameters):
                 layer, name = self.parameters[mine]
                 for key, value in optimizer.state.get(p, {}).items():
                     if isinstance(value, Tensor) and value.shape == p.shape and value.is_floating_point():
@@ -271,47 +274,3 @@ class _AsWritten:
 def _remove(handles: list[Any]) -> None:
     while handles:
         handles.pop().remove()
-
-
-def _parameters(watch: Watch) -> dict[nn.Parameter, tuple[str, str]]:
-    """Of the chosen layers, each parameter once."""
-    found: dict[nn.Parameter, tuple[str, str]] = {}
-    for module, layer in watch.names.items():
-        for name, p in module.named_parameters(recurse=False):
-            if p.is_floating_point():
-                found.setdefault(p, (layer, name))
-    return found
-
-
-def adam_betas(watch: Watch) -> dict[tuple[str, str], tuple[float, float]]:
-    """Of the chosen layers' parameters that an optimizer with two moments updates."""
-    chosen = _parameters(watch)
-    found: dict[tuple[str, str], tuple[float, float]] = {}
-    for optimizer in watch.optimizers:
-        mine = dict(_updated(watch, optimizer, chosen))
-        for group in optimizer.param_groups:
-            if len(betas := group.get("betas", ())) >= 2:
-                found |= {chosen[mine[p]]: (float(betas[0]), float(betas[1])) for p in group["params"] if p in mine}
-    return found
-
-
-def _updated(
-    watch: Watch, optimizer: Optimizer, chosen: Mapping[nn.Parameter, Any]
-) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-    """Pairs of what an optimizer updates and the network's parameter: itself, or the one it is a master copy of."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    for model in watch.models.values():
-        trained = [p for p in model.parameters() if p.requires_grad]
-        if len(trained) == len(held) and all(a.shape == b.shape for a, b in zip(held, trained, strict=True)):
-            yield from ((a, b) for a, b in zip(held, trained, strict=True) if b in chosen)
-            return
-    yield from ((p, p) for p in held if p in chosen)
-
-
-def _scale_of(scaler: Any) -> Tensor | float | None:
-    """The factor of this step; torch's scaler keeps it on the device, where it stays until all is read."""
-    if scaler is None:
-        return None
-    if hasattr(scaler, "value"):
-        return float(scaler.value)
-    return scaler._scale.clone() if scaler.is_enabled() and scaler._scale is not None else float(scaler.get_scale())

@@ -31,11 +31,12 @@ from mptrain.errors import UserError
 from mptrain.precision.blocks import Shelf
 from mptrain.watch import events
 from mptrain.watch.alarms import Alarm, Alarms, replay
-from mptrain.watch.collection import Collection, adam_betas
+from mptrain.watch.collection import Collection
 from mptrain.watch.modules import named
 from mptrain.watch.products import are_native, unseen
 from mptrain.watch.provenance import Finding, first_nonfinite
 from mptrain.watch.store import Store
+from mptrain.watch.updates import adam_betas
 
 DENSE_STEPS, DENSER = 50, 5
 """After an alarm: for so many steps, so many times as often."""
@@ -49,12 +50,12 @@ class Watch:
     model, optimizer: one, or several by name. every: steps. out: the folder that gets watch.parquet and, unless
     tensorboard is False, TensorBoard's file; None keeps the alarms only. layers: patterns of module paths
     ("layer1.*"); unset, all modules that own parameters. scaler: mptrain's or torch's, to tell magnitudes without the
-    loss scale. arithmetic: of a Precision; unset, that of the region in which the networks are found to run. What
-    rounding flushes is counted as it happens where a Precision emulates it; where kernels are native, under
-    torch.autocast or in 16-bit networks, FP32 ones multiply again in one of ten collections (`native.py`; `shadow` sees
-    more). sample: see `statistics.measure`. on_alarm: gets each new Alarm; unset, prints it. floor: of the loss scale.
-    rounded_updates: parameters are kept in 16 bits without an FP32 master copy. Raises UserError for a pattern that
-    matches no module, and for a folder that cannot be written.
+    loss scale; unset, the one that lets the optimizer step, from its first step on. arithmetic: of a Precision; unset,
+    that of the region in which the networks are found to run. What rounding flushes is counted as it happens where a
+    Precision emulates it; where kernels are native, under torch.autocast or in 16-bit networks, FP32 ones multiply
+    again in one of ten collections (`native.py`; `shadow` sees more). sample: see `statistics.measure`. on_alarm: gets
+    each new Alarm; unset, prints it. floor: of the loss scale. rounded_updates: parameters are kept in 16 bits without
+    an FP32 master copy. Raises UserError for a pattern that matches no module, and for a folder that cannot be written.
     """
 
     def __init__(
