@@ -157,14 +157,16 @@ def counted(step: Callable[[], Any]) -> Work:
     return work
 
 
-def this_cpu(precisions: Iterable[Precision] = (), clock: Callable[[], float] = time.perf_counter) -> Machine:
+def this_cpu(
+    precisions: Iterable[Precision] = (), clock: Callable[[], float] = time.perf_counter, numbers: int = STREAM
+) -> Machine:
     """This CPU with torch's threads, measured in about a quarter of a second a format.
 
-    Products in the formats of the precisions (emulated where they are), and a copy of more than its caches hold.
-    clock: time.process_time where other processes share the CPU and torch has one thread.
+    Products in the formats of the precisions (emulated where they are), and a copy of so many FP32 numbers: by default
+    of more than its caches hold. clock: time.process_time where other processes share the CPU and torch has one thread.
     """
-    source, target = torch.zeros(STREAM), torch.empty(STREAM)
-    bandwidth = 2 * 4 * STREAM / (milliseconds(lambda: target.copy_(source), 0.2, clock) / 1e3)
+    source, target = torch.zeros(numbers), torch.empty(numbers)
+    bandwidth = 2 * 4 * numbers / (milliseconds(lambda: target.copy_(source), 0.2, clock) / 1e3)
     peaks: dict[str, float] = {}
     asked = list(precisions)
     besides = [

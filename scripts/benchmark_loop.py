@@ -84,21 +84,27 @@ def compared(contenders: list[Contender], cases: list[Case], seconds: float, blo
 
 
 def growth(contenders: list[Contender], seconds: float, blocks: int) -> list[str]:
-    """The runner beside the loop by hand over widths and batches."""
-    rows = []
+    """The runner beside the loop by hand over widths and batches, with the distance to the peak."""
+    rows, top = [], peak(torch.float32)
     for wide, batch in ((32, 32), (64, 64), (128, 128), (256, 128), (512, 128), (1024, 128), (512, 16), (512, 512)):
         row = [str(wide), str(batch)]
+        flops = work(Case("fp32", wide, batch)).flops
         for precision in ("fp32", "bf16", "fp16"):
             times = race(contenders, Case(precision, wide, batch), seconds, blocks)
             median, quartiles = ratio(times["runner"], times["by hand"]).cells()
             more = Spread.of([a - b for a, b in zip(times["runner"], times["by hand"], strict=True)]).median
-            row += [f"{Spread.of(times['by hand']).median * 1e3:.2f}", f"{median} ({quartiles})", f"{more * 1e6:+.0f}"]
+            own = Spread.of(times["by hand"]).median
+            share = [f"{flops / own / top:.0%}"] if precision == "fp32" else []
+            row += [f"{own * 1e3:.2f}", *share, f"{median} ({quartiles})", f"{more * 1e6:+.0f}"]
         rows.append(row)
         print("  ".join(row), file=sys.stderr, flush=True)
     columns = [
-        f"{p}: {what}" for p in ("fp32", "bf16", "fp16") for what in ("by hand, ms", "ratio", "runner's more, us")
+        f"{p}: {what}"
+        for p in ("fp32", "bf16", "fp16")
+        for what in ("by hand, ms", *(["of the peak"] if p == "fp32" else []), "ratio", "runner's more, us")
     ]
-    return [table(["width", "batch", *columns], rows)]
+    said = f"Peak: a product of two 1024 x 1024 FP32 matrices in this run, {top / 1e9:.0f} GFLOP/s."
+    return [table(["width", "batch", *columns], rows), said]
 
 
 def main() -> None:

@@ -22,8 +22,10 @@ from benchmarking import Loop, Spread, alternate, as_in_runs, clock, parser, rat
 from torch import Tensor
 
 from mptrain import measure
+from mptrain.gpus import Machine
 from mptrain.precision import hardware
 from mptrain.precision.modes import Precision
+from mptrain.roofline import counted, this_cpu
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,12 +84,18 @@ def loop(operation: Operation, numbers: Precision, device: str) -> Loop:
     return run
 
 
-def measured(operation: Operation, device: str, seconds: float, blocks: int) -> list[dict[str, Any]]:
-    """One line for each precision: its median, and its ratio to FP32 with quartiles."""
+def measured(
+    operation: Operation, device: str, seconds: float, blocks: int, machine: Machine | None
+) -> list[dict[str, Any]]:
+    """One line for each precision: its median, and its ratio to FP32 with quartiles.
+
+    machine: what FP32's least time follows from, if it is known.
+    """
     loops = {name: loop(operation, Precision.load(name), device) for name in PRECISIONS}
     loops["fp32"](1)
     steps = max(1, math.ceil(seconds / max(1e-9, loops["fp32"](1))))
     times = alternate(loops, steps, blocks)
+    least = counted(lambda: loops["fp32"](1)).seconds(machine) * 1e3 if machine else None
     lines = []
     for name in PRECISIONS:
         beside = ratio(times["fp32"], times[name])  # speed: FP32's time over this one's
@@ -100,6 +108,7 @@ def measured(operation: Operation, device: str, seconds: float, blocks: int) -> 
                 "precision": name,
                 "backend": backend,
                 "milliseconds": median,
+                "of_the_limit": least / median if least and name == "fp32" else None,
                 "speed": beside.median,
                 "low": beside.low,
                 "high": beside.high,
@@ -116,18 +125,33 @@ def main() -> None:
     given = options.parse_args()
     as_in_runs(given.threads)
     torch.manual_seed(0)
-    lines = [line for each in OPERATIONS for line in measured(each, given.device, given.seconds, given.blocks)]
+    machine = this_cpu(clock=clock(), numbers=2**19) if given.device == "cpu" else None
+    lines = [line for each in OPERATIONS for line in measured(each, given.device, given.seconds, given.blocks, machine)]
     rows = []
     for operation in OPERATIONS:
         own = [line for line in lines if line["operation"] == operation.name]
         cells = [f"{each['speed']:.2f}x ({each['low']:.2f} to {each['high']:.2f})" for each in own[1:]]
-        rows.append([operation.group, operation.name, f"{own[0]['milliseconds']:.3f}", *cells])
+        limit = own[0]["of_the_limit"]
+        own_time = [f"{own[0]['milliseconds']:.3f}", f"{limit:.0%}" if limit else ""]
+        rows.append([operation.group, operation.name, *own_time, *cells])
     backends = [(line["precision"], line["backend"]) for line in lines[1 : len(PRECISIONS)]]
-    header = ["class", "operation", "FP32, ms", *(f"{name} ({backend}), speed" for name, backend in backends)]
+    header = [
+        "class",
+        "operation",
+        "FP32, ms",
+        "of the limit",
+        *(f"{name} ({backend}), speed" for name, backend in backends),
+    ]
     about = (
         "Forward and backward. Speed: FP32's time over this one's, more is faster, with quartiles. The paper's 2x to "
     )
     about += "6x are of native FP16 on Volta; an emulated format's line says what the emulation costs."
+    if machine:
+        about += (
+            f" The limit of FP32 is a roofline of this run: {machine.peaks['float32'] / 1e9:.0f} GFLOP/s in a product "
+            f"of two 1024 x 1024 matrices, and {machine.bandwidth / 1e9:.1f} GB/s in a copy of 2^19 numbers, which "
+            "caches may hold."
+        )
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with open(given.out.with_suffix(".csv"), "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")

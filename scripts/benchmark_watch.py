@@ -24,8 +24,9 @@ import torch
 from benchmarking import Spread
 from torch import Tensor, nn
 
-from mptrain import compose
+from mptrain import compose, roofline
 from mptrain.config import check
+from mptrain.precision.modes import Precision
 from mptrain.progress import Progress
 from mptrain.results.record import Record
 from mptrain.train import Run
@@ -51,6 +52,8 @@ class Subject:
         self.progress = Progress(config, self.run.record, 0)
         self.windows = self.run.loader.windows()
         self.seen: list[float] = []
+        self.milliseconds = 0.0
+        """of an unwatched step, once that was measured"""
 
     def step(self) -> None:
         self.run.step(next(self.windows))
@@ -143,6 +146,7 @@ def ratios(subject: Subject, every: int, blocks: int) -> Iterator[list[str]]:
     loops = {name: benchmarking.timed(on_the_wall(name)) for name in ways}
     times = benchmarking.alternate(loops, every, blocks)
     plain = times["unwatched"]
+    subject.milliseconds = Spread.of(plain).median * 1e3
     for name in list(ways)[1:]:
         processor = benchmarking.ratio(times[name], plain).cells()
         wall = benchmarking.ratio(walls[name][1:], walls["unwatched"][1:]).cells()
@@ -178,7 +182,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=5)
     options = parser.parse_args()
     benchmarking.as_in_runs(options.threads)
-    first, second = [], []
+    first, second, third = [], [], []
+    computed = [Precision.load(name) for name in options.precisions.split(",")]
+    machine = roofline.this_cpu(computed, benchmarking.clock())
     for recipe in options.recipes.split(","):
         for precision in options.precisions.split(","):
             with tempfile.TemporaryDirectory() as folder:
@@ -187,6 +193,9 @@ def main() -> None:
                 second += [
                     [f"{recipe}, {precision}", *row] for row in growth(subject, options.every, LOOKS * options.blocks)
                 ]
+                work = roofline.counted(lambda subject=subject: subject.plain(1))
+                limit = roofline.line(work, machine, subject.milliseconds / 1e3)
+                third.append(f"{recipe}, {precision}, unwatched: {limit}.")
                 subject.progress.__exit__(None)
     about = (
         f"Ratios to an unwatched block of {options.every} steps in the same round; medians of {options.blocks} rounds, "
@@ -196,6 +205,7 @@ def main() -> None:
     header = ["run", "unwatched step", "", "ratio", "quartiles", "ratio (wall)", "quartiles"]
     parts = [
         benchmarking.table(header, first),
+        "\n".join(f"- {line}" for line in third),
         "What one collection adds to a step, by the number of layers that are watched; medians of "
         f"{LOOKS * options.blocks} single steps of each kind, and what that makes of {options.every} unwatched ones:",
         benchmarking.table(["run", "layers", "rows", "added, ms", "quartiles", f"of {options.every} steps"], second),

@@ -74,7 +74,7 @@ def test_the_benchmark_of_operations_runs(tmp_path):
     with open(tmp_path / "x.csv", encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     assert [line["precision"] for line in lines[:4]] == ["fp32", "tf32", "bf16", "fp16"]
-    assert all(float(line["speed"]) == 1 for line in lines if line["precision"] == "fp32")
+    assert all(float(line["speed"]) == 1 and float(line["of_the_limit"]) > 0 for line in lines[::4])
     assert all(0 < float(line["low"]) <= float(line["speed"]) <= float(line["high"]) for line in lines)
 
 
@@ -178,11 +178,27 @@ def test_the_emulation_is_exact_and_rounding_after_modules_is_not(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["emulation", "families", "startup"])
+@pytest.mark.parametrize("name", ["emulation", "families", "startup", "watch"])
 def test_the_other_benchmarks_run(tmp_path, name):
     quick = {"emulation": ["--steps", 1, "--blocks", 2], "families": ["--blocks", 2, "resnet"]}
+    quick["watch"] = ["--recipes", "language", "--every", 2, "--blocks", 1]
     options = quick.get(name, ["--tries", 1, "--records", "10,100"])
-    assert "| --- |" in run(f"benchmark_{name}.py", *options, "--out", tmp_path / "x.md")
+    said = run(f"benchmark_{name}.py", *options, "--out", tmp_path / "x.md")
+    assert "| --- |" in said and any(word in said for word in ("MFU", "peak |", "no roofline"))
+
+
+def test_the_growth_of_the_loop_names_the_peak(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import benchmark_loop
+
+    monkeypatch.setattr(benchmark_loop, "race", lambda *args: {"runner": [2.2, 2.2], "by hand": [2.0, 2.0]})
+    monkeypatch.setattr(benchmark_loop, "peak", lambda dtype: 1e9)
+    monkeypatch.setattr(benchmark_loop, "work", lambda case: benchmark_loop.Work([("float32", 1e6 * case.wide, 0)]))
+    text, said = benchmark_loop.growth([], 0.1, 2)
+    header, _, first, *_ = text.splitlines()
+    assert header.count("of the peak") == 1 and header.count("|") == first.count("|")
+    assert first.startswith("| 32 | 32 | 2000.00 | 2% | 1.100 (1.100 to 1.100) | +200000 |")
+    assert "1 GFLOP/s" in said
 
 
 def test_operations_of_a_recurrent_layer_of_cudnn():
