@@ -13,7 +13,7 @@ RUNS = {"fp32": {"precision": "fp32"}, "fp16": {"precision": "fp16", "scale": 8,
 @pytest.mark.parametrize("recipe", files.names("recipe"))
 def test_every_recipe_s_block_is_sound(recipe):
     known = paper_of(recipe)
-    assert known.where and known.metric
+    assert (known.where and known.metric) or not known.runs
     assert {run.precision for run in known.runs.values()} <= set(files.names("precision"))
     assert all(name in files.names("recipe") for claim in known.claims for name in claim.recipes)
 
