@@ -251,6 +251,29 @@ def test_multi_head_attention_product_by_product():
     assert torch.equal(module.out_proj.weight.grad, ow.grad)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("name", ["fp16", "tf32", "bf16", "fp16_acc16"])
+def test_transformers_evaluate_as_they_train(name):
+    """Without gradients torch's layers take fast paths that round otherwise; CUDA autocast does without, so do we."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    networks = [nn.MultiheadAttention(8, 2, batch_first=True), nn.TransformerEncoder(layer, 2)]
+    attention, encoder = (network.eval() for network in networks)
+    x, padding = randn(2, 5, 8, grad=False), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    for call in (lambda: attention(x, x, x, need_weights=False)[0], lambda: encoder(x, src_key_padding_mask=padding)):
+        with torch.no_grad():
+            plain = call()
+            with arithmetic(name):
+                evaluated = call()
+            assert torch.equal(call(), plain)
+        with arithmetic(name):
+            trained = call()
+        assert same(evaluated[0], trained[0]) and same(evaluated[1, :3], trained[1, :3])
+        assert not torch.equal(evaluated[0].float(), plain[0])
+    torch.jit.script(attention)
+
+
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 def test_einsum_and_chains_fall_apart_into_rounded_products():
     torch.manual_seed(0)

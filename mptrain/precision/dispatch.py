@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 
+from mptrain.precision import fast_paths
+
 if TYPE_CHECKING:
     from mptrain.precision.arithmetic import Arithmetic
 
@@ -184,6 +186,8 @@ def install(device_type: str, handlers: dict[str, Handler], left_to_torch: set[s
     key = KEY[device_type]
     with _lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # older torch, of replaced kernels
+        if not _libraries:
+            fast_paths.leave_where(lambda: any(region.arithmetic.handlers for region in state.regions[-1:]))
         library = _libraries.setdefault(device_type, torch.library.Library("aten", "IMPL"))
         names = set(handlers) | (of_torch(device_type) if device_type == "cpu" else set())
         for name in sorted(names - left_to_torch):
