@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import mptrain
 from mptrain.models.t5 import MARGIN, T5Encoder, bucket, limited
 
 
@@ -107,3 +108,27 @@ def test_the_sum_is_what_no_norm_touches():
     after = model(words)
     assert sums[1].abs().max() > 1e4 * sums[0].abs().max() and after.abs().max() < 10 * before.abs().max()
     assert F.rms_norm(sums[1], (8,), eps=1e-6).allclose(after)
+
+
+def test_clamping_rescues_attention_from_scores_that_overflow():
+    words = torch.randint(50, (3, 7))
+    for clamp in (False, True):
+        torch.manual_seed(0)
+        model = T5Encoder(50, 16, 2, heads=2, feed=12, clamp=clamp)
+        with torch.no_grad():
+            model.blocks[0].attention.query.weight.mul_(1e4)
+            model.blocks[0].attention.key.weight.mul_(50)
+        with mptrain.Precision.load("fp16").arithmetic("cpu"):
+            assert bool(model(words).isfinite().all()) == clamp
+        assert model(words).isfinite().all()
+
+
+def test_none_sees_a_word_behind_it():
+    torch.manual_seed(0)
+    model = T5Encoder(50, 8, 2, heads=2, feed=12, clamp=False, causal=True).double()
+    words = torch.randint(50, (3, 7))
+    changed = words.clone()
+    changed[:, 4:] = 1
+    before, after = model(words), model(changed)
+    assert torch.equal(before[:, :4], after[:, :4]) and not torch.equal(before[:, 4:], after[:, 4:])
+    torch.testing.assert_close(model(words[:, :5]), before[:, :5])

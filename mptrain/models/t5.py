@@ -3,7 +3,8 @@
 Each layer reads the sum through an RMS norm and adds to it; attention has no 1/sqrt(d), which the initialisation of its
 queries makes up for once only; no layer has a bias. Weights and learning rate are large (0.01 for the first 10,000
 steps), so what a feed-forward layer puts out grows, and nothing in the loss minds: the last norm divides it away. FP16
-ends at 65,504. `clamp` is the cure that Transformers has for it: what outgrows the format is cut down to just below.
+ends at 65,504. `clamp` is the cure that Transformers has for it: what outgrows the format is cut down to just below;
+here the scores of attention are too, which are as large where the learning rate is not relative to the weights.
 """
 
 import math
@@ -56,7 +57,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, feed: int, clamp: bool, dropout: float) -> None:
         super().__init__()
-        self.attention, self.feed = Attention(width, heads), Feed(width, feed)
+        self.attention, self.feed = Attention(width, heads, clamp), Feed(width, feed)
         self.clamp, self.dropout = clamp, nn.Dropout(dropout)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
@@ -78,9 +79,9 @@ def limited(x: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention of what comes in, after its norm."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, clamp: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.clamp = heads, clamp
         self.norm = nn.RMSNorm(width, eps=1e-6)
         self.query, self.key, self.value, self.output = (linear(width, width) for _ in range(4))
         nn.init.normal_(self.query.weight, std=(width * (width // heads)) ** -0.5)
@@ -90,7 +91,8 @@ class Attention(nn.Module):
         query, key, value = (
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         )
-        weights = (query @ key.transpose(2, 3) + bias).softmax(-1)
+        scores = query @ key.transpose(2, 3)
+        weights = ((limited(scores) if self.clamp else scores) + bias).softmax(-1)
         return self.output((weights.type_as(value) @ value).transpose(1, 2).flatten(2))
 
 
