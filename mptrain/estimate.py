@@ -41,6 +41,9 @@ from mptrain.results.record import Record
 from mptrain.roofline import Operations
 from mptrain.train import Run
 
+MOST = 10**7
+"""Samples in a batch, whose labels and lengths are real."""
+
 
 class Model:
     """A recipe's training step in one precision, without numbers.
@@ -69,13 +72,13 @@ class Model:
 
         What a task keeps from step to step is there if the step before had this batch or a multiple of it.
         """
-        batch = hollow.batch(self.batch, self.fake, self.samples, batch_size)
-        window = [batch] * self.run.config.accumulate
+        batch = self._batch(batch_size)
+        window, task = [batch] * self.run.config.accumulate, self.run.task
         with process.same_random_state(torch.device("cpu")), hollow.Shapes(self.recall):
             if not self.latest:
-                self._through(window)
+                by_sample = type(task).part is not tasks.Task.part  # else what a step leaves is the same for any batch
+                self._through([batch if by_sample else self._batch(min(batch_size, self.samples))])
             elif self.latest % batch_size == 0:
-                task = self.run.task
                 part = task.part(task.state_dict(), 0, self.latest // batch_size)
                 task.load_state_dict(tree_map_only(Tensor, Tensor.clone, part))
             self.latest = batch_size
@@ -88,6 +91,9 @@ class Model:
         found.moments = tracker.moments
         return found
 
+    def _batch(self, size: int) -> Batch:
+        return hollow.batch(self.batch, self.fake, self.samples, size)
+
     def _through(self, window: list[Batch]) -> None:
         try:
             self.run.step(window)
@@ -97,6 +103,11 @@ class Model:
                 f"recipe={recipe} cannot be estimated: in its step values decide what happens ({error.func}), and an "
                 "estimate computes no values; train a few steps and read the memory in its summary: "
                 f"mptrain +recipe={recipe} data=synthetic steps=3"
+            ) from error
+        except ValueError as error:  # one sample has no statistics, for instance
+            size = self.run.task.size(window[0])
+            raise UserError(
+                f"a step over {size} {self.run.task.unit} is none: {error}; give another batch_size"
             ) from error
         finally:
             self.run.recent.clear()
@@ -148,6 +159,10 @@ def estimate(argv: Sequence[str]) -> int:
         raise UserError(
             f"precision={config.numbers.name} sums in FP16, for which GPUs have no kernels of ours; "
             "precision=fp16 has the same memory"
+        )
+    if config.batch_size > MOST:
+        raise UserError(
+            f"batch_size={config.batch_size}: an estimate goes up to {MOST:,}, and tells the largest that fits"
         )
     if config.scale_name == "layerwise":
         raise UserError(

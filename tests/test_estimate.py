@@ -202,11 +202,21 @@ def test_fp8_keeps_a_byte_for_each_input_of_a_linear_layer():
     [
         ("precision=fp16_acc16", "precision=fp16 has the same memory"),
         ("scale=layerwise", "goes by the values.*scale=dynamic has the same"),
+        ("batch_size=1000000000", "batch_size=1000000000: an estimate goes up to 10,000,000"),
     ],
 )
 def test_what_has_no_estimate_is_refused(setting, said):
     with pytest.raises(UserError, match=said):
         estimate(["+recipe=resnet", setting])
+
+
+def test_a_batch_without_statistics_is_no_traceback(monkeypatch):
+    def loss(self, logits, labels):
+        return torch.nn.functional.batch_norm(logits[:, :, None], None, None, training=True).sum()
+
+    monkeypatch.setattr(Classify, "cross_entropy", loss)
+    with pytest.raises(UserError, match="a step over 1 images is none: Expected more than 1 value.*another batch_size"):
+        step(small("resnet", batch_size=1), Precision.load("fp32"))
 
 
 @pytest.mark.slow
