@@ -55,8 +55,12 @@ def test_a_batch_larger_than_the_data_is_told_once(capsys):
     assert [len(window[0][0]) for window in taken(Loader(Numbers(10), 11, 1, 0), 3)] == [10, 10, 10]
     taken(Loader(Numbers(10), 11, 1, 0, rank=1, ranks=2), 3)
     taken(Loader(Numbers(10), 10, 1, 0), 3)
+    taken(Loader(Numbers(10), 3, 4, 0), 3)
+    taken(Loader(Numbers(10), 3, 5, 0), 3)
     assert capsys.readouterr().err == (
         "mptrain: batch_size=11 is more than the 10 samples that data=numbers trains on; "
+        "a step takes all of them and no more\n"
+        "mptrain: accumulate=5 is more than the 4 batches that data=numbers trains on; "
         "a step takes all of them and no more\n"
     )
 

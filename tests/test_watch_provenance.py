@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.modules import module as every_module
 
 import mptrain
+from mptrain.precision.modes import Precision
 from mptrain.watch.provenance import first_nonfinite
 
 
@@ -103,7 +104,20 @@ def test_ranges_and_source_lines():
     assert found.op == "mul" and found.inputs[0]["shape"] == [3, 2] and found.inputs[0]["nan"] == 0
     assert found.frames[-1].endswith("return x if self.scale is None else x * self.scale")
     assert __file__ in found.frames[-1]
-    assert "does not help" in found.advice
+    assert "does not help" in found.advice and "no FP16 is at work here: lower the learning rate" in found.advice
+
+
+@pytest.mark.parametrize(("name", "advice"), [("fp16", "use BF16 if a value outgrew"), ("bf16", "lower the learning")])
+def test_bf16_is_advised_where_fp16_is_at_work(name, advice):
+    model, arithmetic = nn.Linear(2, 1), Precision.load(name).arithmetic()
+
+    def run():
+        with arithmetic:
+            return [model(torch.full((1, 2), 6e4)).float() * (1 if name == "fp16" else 1e38)]
+
+    nn.init.constant_(model.weight, 1.0)
+    found = first_nonfinite({"model": model}, run)
+    assert found.where == "forward" and advice in found.advice
 
 
 def test_a_derivative_that_does_not_exist_is_traced_to_its_line():

@@ -64,17 +64,24 @@ class Loader:
             order = self.dataset.epoch(self.batch_size, np.random.default_rng((self.seed, epoch)))
             if not order:
                 raise UserError(f"the training set {self.dataset.name} holds no batch; give more data (data_dir=...)")
-            if not told and len(order) == 1 and len(order[0]) < self.batch_size:
+            if not told:
                 told = True
-                print(
-                    f"mptrain: batch_size={self.batch_size} is more than the {len(order[0])} samples that "
-                    f"data={self.dataset.name} trains on; a step takes all of them and no more",
-                    file=sys.stderr,
-                )
+                self._tell_of_short_windows(order)
             for i in range(start, len(order)):
                 ends.append(i + 1 == len(order))
                 yield self._key(order[i], epoch, i, epoch * len(order) + i)
             epoch, start = epoch + 1, 0
+
+    def _tell_of_short_windows(self, order: list[np.ndarray]) -> None:
+        """A window never reaches beyond an epoch, which may be less than was asked for."""
+        found = []
+        if len(order) == 1 and len(order[0]) < self.batch_size:
+            found.append(f"batch_size={self.batch_size} is more than the {len(order[0])} samples")
+        if len(order) < self.accumulate:
+            found.append(f"accumulate={self.accumulate} is more than the {len(order)} batches")
+        for text in found:
+            where = f"that data={self.dataset.name} trains on; a step takes all of them and no more"
+            print(f"mptrain: {text} {where}", file=sys.stderr)
 
     def _key(self, indices: np.ndarray, epoch: int, i: int, number: int) -> BatchKey:
         """Of a batch that several ranks share, this one's part; one with fewer samples than ranks goes to all of them

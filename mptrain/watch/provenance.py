@@ -67,11 +67,21 @@ class Finding:
         return {
             "data": "the batch itself is not finite: look at the data; no loss scale helps",
             "weight": "the weight was not finite before this step: go on from an earlier checkpoint",
-            "forward": "a lower loss scale does not help, the forward pass does not know it; use BF16 if a value "
-            "outgrew FP16 (65504), or mend the operation",
+            "forward": "a lower loss scale does not help, the forward pass does not know it; "
+            + (
+                "use BF16 if a value outgrew FP16 (65504), or mend the operation"
+                if self._may_outgrow_half
+                else "no FP16 is at work here: lower the learning rate, clip gradients, or mend the operation"
+            ),
             "backward": "the gradient overflowed or an operation has no finite derivative here; a lower loss scale "
             "helps against the first only",
         }[self.where]
+
+    @property
+    def _may_outgrow_half(self) -> bool:
+        """A cast may be to FP16; so may be what an operation leaves whose operands are not seen."""
+        formats = {each.get("dtype") for each in self.inputs}
+        return self.op is None or "_to_copy" in self.op or not formats <= {"float32", "bfloat16"}
 
     @property
     def details(self) -> list[str]:
