@@ -20,6 +20,7 @@ from mptrain.results.record import Record
 from mptrain.tasks.clip import contrastive_loss
 from mptrain.tasks.language import Language
 from mptrain.train import train
+from mptrain.watch.store import read_part
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -231,3 +232,14 @@ def test_a_finished_run_is_left_alone_by_all(tmp_path):
     together(config, 2, tmp_path)
     assert "already finished" in (tmp_path / "said0").read_text() and (tmp_path / "said1").read_text() == ""
     assert torch.equal(before["random"]["torch"], last_state(tmp_path / "run")["random"]["torch"])
+
+
+def test_native_products_are_counted_among_several_too(tmp_path):
+    watch = {"enabled": True, "every": 2}
+    together(settings("tiny", "bf16", out=str(tmp_path / "shared"), steps=6, watch=watch), 2, tmp_path)
+    rows = [
+        row for part in sorted((tmp_path / "shared" / "watch.parquet").glob("*.parquet")) for row in read_part(part)
+    ]
+    counted = [row for row in rows if row["name"] == "products"]
+    assert {row["kind"] for row in counted} >= {"grad_weight"} and {row["dtype"] for row in counted} == {"bfloat16"}
+    assert {row["flushed"] for row in counted} == {0}  # BF16 reaches as low as FP32
