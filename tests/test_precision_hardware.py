@@ -144,3 +144,10 @@ def test_devices(monkeypatch):
     assert hardware.resolve("auto").type == "cuda" and hardware.resolve("cuda:1").index == 1
     with pytest.raises(UserError, match="there are 2 GPUs"):
         hardware.resolve("cuda:2")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("name", ["fp16", "bf16", "tf32", "fp8"])
+def test_an_arithmetic_for_a_gpu_that_is_not_there(name):
+    with pytest.raises(UserError, match="device=cuda: torch finds no CUDA GPU here; give cpu"):
+        Precision.load(name).arithmetic("cuda")

@@ -231,6 +231,19 @@ def test_unscaling_twice_is_an_error():
     assert scaler.unscale_(problem.optimizer) is True
 
 
+@pytest.mark.parametrize("scale", [8, "dynamic", "none"])
+def test_a_loop_without_update_is_stopped(scale):
+    """Its second step would be made with gradients that are still scaled."""
+    scaler, problem = loss_scaler(scale), Problem()
+    problem.backward(scaler, 1.0)
+    assert scaler.step(problem.optimizer) is True
+    problem.backward(scaler, 1.0)
+    with pytest.raises(RuntimeError, match="since the last update.*; call update.* once per iteration"):
+        scaler.step(problem.optimizer)
+    scaler.update()
+    assert scaler.step(problem.optimizer) is True
+
+
 def test_half_gradients_are_refused_where_they_cannot_be_unscaled():
     weight = nn.Parameter(torch.ones(3).half())
     optimizer = torch.optim.SGD([weight], lr=1.0)

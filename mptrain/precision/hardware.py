@@ -25,15 +25,21 @@ def is_native(precision: Precision, device_type: str) -> bool:
     if precision.compute == "float32":
         return True
     if precision.compute == "float8":
-        return device_type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+        return device_type == "cuda" and _capability() >= (8, 9)
     if precision.compute == "tf32" and precision.keep_fp32:
         return False  # a GPU's switches are for all operations at once
     if device_type == "cpu":
         return precision.compute == "bfloat16" and cpu_has_bfloat16()
     if device_type == "cuda":
-        capability = torch.cuda.get_device_capability()
-        return capability >= {"float16": (5, 3), "bfloat16": (8, 0), "tf32": (8, 0)}[precision.compute]
+        return _capability() >= {"float16": (5, 3), "bfloat16": (8, 0), "tf32": (8, 0)}[precision.compute]
     return False
+
+
+def _capability() -> tuple[int, int]:
+    try:
+        return torch.cuda.get_device_capability()
+    except (RuntimeError, AssertionError) as error:  # no driver, no GPU, or a torch that was built without CUDA
+        raise UserError("device=cuda: torch finds no CUDA GPU here; give cpu, or see mptrain doctor") from error
 
 
 def cpu_has_bfloat16() -> bool:

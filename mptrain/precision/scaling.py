@@ -49,6 +49,7 @@ class LossScaler:
         self.value = value
         self.consecutive_skips = 0
         self._finite: dict[int, bool | None] = {}
+        self._stepped: set[int] = set()
         self.agree: Callable[[bool | None], bool | None] = _as_found
         """what several processes, each with a part of the gradients, make of their findings"""
         self._scratch: dict[torch.device, tuple[float, Tensor, Tensor]] = {}
@@ -89,9 +90,20 @@ class LossScaler:
         return self._finite[id(optimizer)]
 
     def step(self, optimizer: Optimizer) -> bool | None:
-        """Steps the optimizer if its gradients are finite, after unscaling them if that was not done."""
+        """Steps the optimizer if its gradients are finite, after unscaling them if that was not done.
+
+        Raises RuntimeError if it is called twice in an iteration: without update() between them the second one's
+        gradients would be taken for unscaled.
+        """
+        if id(optimizer) in self._stepped:
+            raise RuntimeError(
+                "step was already called for this optimizer since the last update(); "
+                "call update() once per iteration, after all optimizers"
+            )
         if id(optimizer) not in self._finite:
             self.unscale_(optimizer)
+        if self._finite[id(optimizer)] is not None:
+            self._stepped.add(id(optimizer))
         if finite := self._finite[id(optimizer)]:
             optimizer.step()
         return finite
@@ -127,6 +139,7 @@ class LossScaler:
         """Ends the iteration; returns whether any optimizer skipped its step."""
         skipped = False in self._finite.values()
         self._finite.clear()
+        self._stepped.clear()
         self.consecutive_skips = self.consecutive_skips + 1 if skipped else 0
         self._move(skipped)
         return skipped

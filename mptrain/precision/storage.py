@@ -263,7 +263,11 @@ def _keep_modules_fp32(models: dict[str, nn.Module], keep_fp32: tuple[str, ...])
             near = difflib.get_close_matches(pattern, sorted(policy.FUNCTIONS) + paths, n=2)
             raise UserError(
                 f"precision.keep_fp32: '{pattern}' is neither a function nor a module of this network; "
-                + (f"did you mean {' or '.join(near)}? " if near else f"modules are {', '.join(_outermost(paths))}; ")
+                + (
+                    f"did you mean {' or '.join(near)}? "
+                    if near
+                    else f"modules are {', '.join(_outermost(paths)) or 'none'}; "
+                )
                 + "functions are called as in torch (softmax, conv2d), modules by path or pattern (layer1.*)"
             )
         for module in found:
