@@ -8,7 +8,9 @@ mptrain compare [FOLDER...]                verbs: one function each, found in VE
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -64,8 +66,14 @@ Hydra's own options work too: --multirun (-m), --cfg job, --info, --hydra-help.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")  # of a folder's name, where the terminal knows no such letter
     try:
-        return _run(argv)
+        status = _run(argv)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # an error of the last lines is to be told as well
+        return status
     except UserError as error:
         _complain(error)
         return 1
@@ -77,6 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 141
+    except OSError as error:
+        if error.filename or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        _complain(f"what is printed cannot be written: {error.strerror}; give it another place (> FILE)")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 1
 
 
 def _complain(message: object) -> None:
@@ -99,6 +113,7 @@ def _run(argv: list[str]) -> int:
         from mptrain import compose
 
         compose.config(argv[1:])
+    _refuse_a_folder_that_is_gone()
     if argv[0] in VERBS:
         module, _, function = VERBS[argv[0]][0].partition(":")
         try:
@@ -119,6 +134,13 @@ def _run(argv: list[str]) -> int:
             raise UserError(f"'{argv[0]}' is a recipe; to train it type mptrain +recipe={recipe}")
         raise UserError(f"'{argv[0]}' is neither a verb nor key=value; {files.suggest(argv[0], ['train', *VERBS])}")
     return _train(argv)
+
+
+def _refuse_a_folder_that_is_gone() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the folder you are in is not there any more; go to one that is (cd FOLDER)") from error
 
 
 def _help() -> str:

@@ -298,6 +298,38 @@ def test_warnings_are_errors_and_none_comes(tmp_path):
     assert Record(tmp_path / "run").state() == "finished"
 
 
+def test_a_terminal_that_lacks_a_letter(tmp_path):
+    words = [tiny_package.__path__[0], "+recipe=tiny", f"out='{tmp_path}/é'", "steps=1", *QUIET]
+    done = python(*words, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and done.stderr == "" and done.stdout.endswith("/\\xe9\n"), done.stderr
+    assert (tmp_path / "é" / "summary.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", ["", "--help"])
+def test_what_is_printed_finds_no_room(words):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "mptrain", *words.split()],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1 and done.stderr == (
+        "mptrain: what is printed cannot be written: No space left on device; give it another place (> FILE)\n"
+    )
+
+
+def test_a_folder_that_is_gone(said, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for words in (["+recipe=tiny", "steps=1"], ["compare"], ["doctor"]):
+        status, out, err = said(*words)
+        assert (status, out) == (1, "") and "the folder you are in is not there any more" in err
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_trains_from_anywhere(tmp_path):
     """Built and unpacked into an environment of its own, which borrows the dependencies of this one."""
