@@ -25,7 +25,7 @@ def show(config: Config, growths: dict[Precision, Growth]) -> None:
     console = Console(width=190)
     first = {numbers: growth.first for numbers, growth in growths.items()}
     baseline = next(iter(first.values()))
-    here = this_cpu(growths)
+    here = this_cpu(growths, seconds=0.1)
     about = f"{config.recipe}: {baseline.parameters / 1e6:,.1f} M parameters"
     table = Table(title=f"{about}, batch {config.batch_size}, one step")
     kinds = [*dict.fromkeys(KINDS.values()), "input"]

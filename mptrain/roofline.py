@@ -158,15 +158,18 @@ def counted(step: Callable[[], Any]) -> Work:
 
 
 def this_cpu(
-    precisions: Iterable[Precision] = (), clock: Callable[[], float] = time.perf_counter, numbers: int = STREAM
+    precisions: Iterable[Precision] = (),
+    clock: Callable[[], float] = time.perf_counter,
+    numbers: int = STREAM,
+    seconds: float = 0.2,
 ) -> Machine:
-    """This CPU with torch's threads, measured in about a quarter of a second a format.
+    """This CPU with torch's threads, measured for so many seconds a format, and three times at least.
 
     Products in the formats of the precisions (emulated where they are), and a copy of so many FP32 numbers: by default
     of more than its caches hold. clock: time.process_time where other processes share the CPU and torch has one thread.
     """
     source, target = torch.zeros(numbers), torch.empty(numbers)
-    bandwidth = 2 * 4 * numbers / (milliseconds(lambda: target.copy_(source), 0.2, clock) / 1e3)
+    bandwidth = 2 * 4 * numbers / (milliseconds(lambda: target.copy_(source), seconds, clock) / 1e3)
     peaks: dict[str, float] = {}
     asked = list(precisions)
     besides = [
@@ -177,7 +180,7 @@ def this_cpu(
         if precision.compute not in peaks:
             a, b = (torch.randn(SIDE, SIDE, dtype=DTYPES[precision.storage]) for _ in range(2))
             product = under(precision, "cpu", partial(F.linear, a, b))
-            peaks[precision.compute] = 2 * SIDE**3 / (milliseconds(product, 0.2, clock) / 1e3)
+            peaks[precision.compute] = 2 * SIDE**3 / (milliseconds(product, seconds, clock) / 1e3)
     return Machine("this CPU", peaks, None, bandwidth)
 
 

@@ -11,8 +11,9 @@ speed       every recipe at the paper's size on synthetic data, in every precisi
             and at the largest that fits: throughput, memory, distance to the peak, energy
 estimates   what `mptrain estimate` said of the peak memory beside what was allocated
 
-A part that runs out of time says so in the tables. The same command goes on: rows of speed.csv that this commit
-measured on this device are kept. Written are check.md, speed.csv, trainings.csv and tests.txt; published.csv, in
+A part that runs out of time, or fails, says so in the tables, which are written after every recipe. The same command
+goes on: rows of speed.csv that this commit measured on this device are kept. A copy without its history knows no
+commit; `--commit` names it. Written are check.md, speed.csv, trainings.csv and tests.txt; published.csv, in
 results/gpu already, is what NVIDIA published for related networks.
 """
 
