@@ -616,22 +616,15 @@ def test_gradients_of_each_sample(network, where):
         torch.testing.assert_close(found, torch.stack([a[name] for a in alone]), rtol=2e-3, atol=2e-3)
 
 
-def test_a_compiler_may_not_leave_out_roundings():
-    """Inductor drops `.half().float()` unless it is told not to; what it compiles then is the network as it is."""
-    from torch._inductor import config
-
-    torch.manual_seed(0)
+@pytest.mark.parametrize("name", ["fp16", "bf16", "tf32", "fp16_acc16", "fp8"])
+def test_a_compiler_may_not_leave_out_roundings(name):
     torch._dynamo.reset()
-    network, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(5, 8)
-    with arithmetic():
-        expected = network(x)
-        with pytest.raises(
-            torch._dynamo.exc.TorchRuntimeError, match="leaves out roundings(?s:.*)precision_casts=True"
-        ):
-            torch.compile(network, backend="aot_eager")(x)
-        torch._dynamo.reset()
-        with config.patch(emulate_precision_casts=True):
-            assert torch.equal(torch.compile(network, backend="aot_eager")(x), expected)
+    network, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()), torch.randn(16, 16)
+    refused = pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="torch.compile leaves out roundings")
+    with arithmetic(name), refused:
+        torch.compile(network, backend="aot_eager")(x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(network, backend="aot_eager")(x), network(x))
     torch._dynamo.reset()
 
 

@@ -186,11 +186,7 @@ class Arithmetic(AbstractContextManager):
     def _rounded_once(self, operation, below, args, kwargs):
         if dispatch.rounding() is not None:  # torch.func sends what a transform above has rounded by here again
             return operation.redispatch(below, *args, **kwargs)
-        if _being_compiled():
-            raise UserError(
-                "torch.compile leaves out roundings, which emulated arithmetic is made of; set "
-                "torch._inductor.config.emulate_precision_casts=True before compiling, or leave the network as it is"
-            )
+        _refuse_compilers()
         sources = Sources(torch.Tensor.float)
         site = self.counter.site() if self.counter is not None and self.fp8 is None else None
 
@@ -215,10 +211,13 @@ class Arithmetic(AbstractContextManager):
         if dispatch.state.sixteen or not (self._eligible(x) and fp8.fits(x, weight)):
             products = self._rounded_once if self.emulated else self._cast
             return products(operation, below, args, kwargs)
+        if self.fp8 == "emulated":
+            _refuse_compilers()
         site = self.counter.site() if self.counter is not None else None
         return fp8.linear(x, weight, bias, self.fp8 == "native", self.off, site)
 
     def _tf32(self, operation, below, args, kwargs):
+        _refuse_compilers()
         return tf32.run(operation, args, kwargs, self.off, self.device_type)
 
     def _eligible(self, t: Any) -> bool:
@@ -254,13 +253,17 @@ def _scattered(handler: Handler) -> Handler:
     return run
 
 
-def _being_compiled() -> bool:
-    """Whether torch.compile traces the running operation for a compiler that would drop its roundings."""
-    if torch._guards.TracingContext.try_get() is None:
-        return False
-    from torch._inductor import config  # slow to import
+def _refuse_compilers() -> None:
+    """Raises UserError while torch.compile traces the running operation.
 
-    return not config.emulate_precision_casts
+    Its compiler drops roundings, and its caches tell graphs apart by torch's own autocast alone: one that was traced
+    under FP16 sums would run under FP32 sums as well.
+    """
+    if torch._guards.TracingContext.try_get() is not None:
+        raise UserError(
+            "torch.compile leaves out roundings, which emulated arithmetic is made of; leave the network as it is, "
+            "or compile it where its arithmetic is torch's own: FP32, or a GPU with kernels for it"
+        )
 
 
 @functools.cache
