@@ -20,7 +20,8 @@ LOWER_PRECISION = frozenset({
 """AT_FORALL_LOWER_PRECISION_FP: inputs are cast to the 16-bit format."""
 
 LOWER_PRECISION_CUDNN = frozenset({"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"})
-"""Registered beside that list for cuDNN's own entry points; on other devices `RECURRENT` takes the RNN's place."""
+"""Registered beside that list for cuDNN's own entry points. torch's kernel casts `_cudnn_rnn` to FP16 even where the
+region is BF16: there, and on other devices, `RECURRENT` takes its place."""
 
 RECURRENT = frozenset({
     "lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_tanh.data", "rnn_relu.input",
