@@ -333,7 +333,7 @@ def test_a_folder_that_is_gone(said, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_an_installed_wheel_trains_from_anywhere(tmp_path):
     """Built and unpacked into an environment of its own, which borrows the dependencies of this one."""
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path / "wheel"), "."]
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "wheel")]
     subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")

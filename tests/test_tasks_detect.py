@@ -455,3 +455,15 @@ def test_options_that_do_not_fit_are_refused(options, message):
         build(
             "detect", DataSpec("synthetic"), **{"model": SSD, "size": 32, "classes": 2, "normalise": "mean"} | options
         )
+
+
+def test_one_rank_evaluates_without_the_others(monkeypatch):
+    """The others are in no evaluation: whoever waits for them there waits for ever."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for call in ("get_world_size", "barrier", "all_gather"):
+        monkeypatch.setattr(torch.distributed, call, lambda *args, **options: pytest.fail("waits for other ranks"))
+    found = AveragePrecision()
+    box, label = torch.tensor([[1.0, 2.0, 11.0, 12.0]]), torch.tensor([3])
+    target = {"boxes": box, "labels": label, "difficult": torch.tensor([False])}
+    found.add({"boxes": box, "scores": torch.tensor([0.9]), "labels": label}, target)
+    assert found.value() == 1.0

@@ -24,6 +24,7 @@ class AveragePrecision:
             rec_thresholds=RECALLS,
             max_detection_thresholds=[1, 10, DETECTIONS],
             backend="pycocotools",
+            sync_on_compute=False,  # one rank evaluates, and the others wait for it elsewhere
         )
         self.metric.warn_on_many_detections = False
         self.objects = 0
