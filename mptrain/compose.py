@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -168,7 +169,7 @@ def _complaints(recipe: str | None, precision: str, changes: list[Any]) -> list[
     complaints += [_about_no_value(change) for change in settable if _is_empty(change)]
     settable = [change for change in settable if not _is_empty(change)]
     values = [[(change, _unquote(value)) for value in _values(change, [])] or [(change, None)] for change in settable]
-    for chosen in itertools.islice(itertools.product(*values), 200):
+    for chosen in _combinations(values):
         try:
             check(_changed(before, chosen), before)
         except UserError as error:
@@ -176,6 +177,15 @@ def _complaints(recipe: str | None, precision: str, changes: list[Any]) -> list[
         except OmegaConfBaseException as error:
             complaints.append(readable(error))
     return complaints
+
+
+def _combinations(values: list[list[Any]]) -> Iterator[Sequence[Any]]:
+    """What a sweep comes to; of a large one the beginning, and each value of each key beside the others' first."""
+    yield from itertools.islice(itertools.product(*values), 200)
+    if math.prod(map(len, values)) > 200:
+        for i, several in enumerate(values):
+            for value in [*several[:100], several[-1]]:
+                yield [*(other[0] for other in values[:i]), value, *(other[0] for other in values[i + 1 :])]
 
 
 def _is_empty(override: Any) -> bool:

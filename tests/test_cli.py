@@ -127,6 +127,7 @@ BAD = {
     "+recipe=tiny --frobnicate": "unrecognized arguments: --frobnicate; see mptrain --help",
     "+recipe=tiny --info nothing": "argument --info/-i: invalid choice: 'nothing'",
     "-m +recipe=tiny seed=0,a": "seed=a: give a whole number",
+    "-m +recipe=tiny steps=3,x seed=range(300)": "steps=x: give a whole number",
     "-m +recipe=glob(*) steps=x": "steps=x: give a whole number",
     "-m +recipe=glob(zz*) steps=3": "+recipe=glob(zz*) names no recipe at all; there are tiny, tiny_paper",
     "-m +recipe=tiny precision=glob(zz*)": "precision=glob(zz*) names no precision at all; there are bf16,",
