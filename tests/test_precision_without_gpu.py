@@ -55,7 +55,9 @@ def test_formats_of_every_precision(hopper, name):
     with precision.arithmetic("cuda"), RanDtypes() as ran, RanOperations() as operations:
         logits = network(torch.randn(8, 3, 8, 8))
         loss = F.cross_entropy(logits.float(), torch.zeros(8, dtype=torch.long))
+        caches = torch.is_autocast_cache_enabled()
     native = precision.backend("cuda") == "native"
+    assert caches is native  # or torch would make the copy of a weight anew wherever it is used
     assert native is (name not in ("fp16_acc16", "pseudo_fp16"))
     product = NATIVE.get(name, "float16")
     expected = "bfloat16 and float8_e4m3fn" if name == "fp8" else product

@@ -75,6 +75,8 @@ class Arithmetic(AbstractContextManager):
         self.handlers = self._handlers(keep_fp32)
         self.by_torch = {n for n in policy.CPU_AUTOCAST_TOO if self.handlers.get(n) == self._cast}
         self.left_to_torch = self.by_torch if forward_only else set()
+        self.torch_caches = bool(self.left_to_torch) or (device_type == "cuda" and not emulated)
+        """whether torch's kernels take products, and so keep the copies of most parameters"""
         native = device_type == "cuda" and not emulated and fp8 is None and not keep_fp32
         self.compilable = native or not self.handlers
         """whether all roundings are torch's own"""

@@ -87,7 +87,7 @@ def enter(arithmetic: Arithmetic) -> None:
         before = enabled, torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
         torch.set_autocast_enabled(device_type, dtype is not None)
         if arithmetic.handlers:
-            torch.set_autocast_cache_enabled(bool(arithmetic.left_to_torch))
+            torch.set_autocast_cache_enabled(arithmetic.torch_caches)
     if dtype is not None:
         torch.set_autocast_dtype(device_type, dtype)
         state.latest = _latest[device_type] = arithmetic
@@ -120,8 +120,8 @@ def active(device_type: str) -> Arithmetic | None:
     """Whose region the running operation is in; None in anybody else's autocast region.
 
     torch.utils.checkpoint runs a forward pass again during the backward pass. It brings back autocast as it was, which
-    tells that the forward pass was ours (the dtype, and the cache, which ours switch off unless products are left to
-    torch); what it cannot bring back, it finds in the arithmetic that was entered last.
+    tells that the forward pass was ours (the dtype, and the cache, which ours switch off unless torch takes products);
+    what it cannot bring back, it finds in the arithmetic that was entered last.
     """
     if state.regions:
         found: Arithmetic | None = state.regions[-1].arithmetic
@@ -129,7 +129,7 @@ def active(device_type: str) -> Arithmetic | None:
         return None
     else:
         found = state.latest or _latest.get(device_type)
-        if found is not None and torch.is_autocast_cache_enabled() != bool(found.left_to_torch):
+        if found is not None and torch.is_autocast_cache_enabled() != found.torch_caches:
             return None
     if found is None or found.device_type != device_type:
         return None
