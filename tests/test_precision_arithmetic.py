@@ -836,11 +836,20 @@ def test_native_bf16_is_the_kernel_on_cast_inputs(product):
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
-def test_cross_entropy_is_that_of_fp32_numbers(name):
-    dtype = DTYPE[name]
+def test_cross_entropy_takes_logarithms_in_the_format_of_the_logits(name):
+    """As under CUDA autocast, where log_softmax is asked for a dtype there; the rest is FP32."""
     labels, weight = torch.randint(5, (8,)), torch.rand(5)
-    for logits in (randn(8, 5, grad=False), randn(8, 5, grad=False).to(dtype)):
-        for options in ({}, {"label_smoothing": 0.1}, {"weight": weight}, {"reduction": "none"}):
-            with Precision.load(name).arithmetic():
-                result = F.cross_entropy(logits, labels, **options)
-            assert same(result, F.cross_entropy(logits.float(), labels, **options))
+    for options in ({}, {"label_smoothing": 0.1}, {"weight": weight}, {"reduction": "none"}):
+        logits = randn(8, 5)
+        with Precision.load(name).arithmetic():
+            result = F.cross_entropy(logits, labels, **options)
+        assert same(result, F.cross_entropy(logits, labels, **options))
+    low = logits.detach().to(DTYPE[name]).requires_grad_()
+    with Precision.load(name).arithmetic():
+        result = F.cross_entropy(low, labels, weight=weight)
+    logarithms = F.log_softmax(low.float(), 1).to(DTYPE[name]).float()
+    assert same(result, F.nll_loss(logarithms, labels, weight=weight))
+    result.backward()
+    again = low.detach().requires_grad_()
+    F.nll_loss(F.log_softmax(again.float(), 1).to(DTYPE[name]).float(), labels, weight=weight).backward()
+    assert same(low.grad, again.grad)

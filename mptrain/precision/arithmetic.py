@@ -110,7 +110,7 @@ class Arithmetic(AbstractContextManager):
             handlers |= dict.fromkeys(policy.FP32_APPEND_DTYPE, self._fp32_appended)
             handlers |= dict.fromkeys(policy.PROMOTE, self._promoted)
             handlers |= dict.fromkeys(policy.BANNED, _banned)
-            handlers["cross_entropy_loss"] = self._fp32  # made of FP32 operations alone: one stop instead of three
+            handlers["cross_entropy_loss"] = self._cross_entropy
         else:
             # A GPU's regions are torch's own, but for what an older torch has not listed yet, and for cuDNN's recurrent
             # layers, which torch's kernel of this key takes to FP16 whatever the region's format is.
@@ -151,13 +151,21 @@ class Arithmetic(AbstractContextManager):
         with _ExcludeDispatchKeyGuard(self.off):
             return operation(*args, **kwargs)
 
+    def _cross_entropy(self, operation, below, args, kwargs):
+        """Of FP32 logits all is FP32: one stop instead of three. Of others it asks for the logarithms in their format,
+        which CUDA's policy grants."""
+        if args[0].dtype in LOWER:
+            return operation.redispatch(below, *args, **kwargs)
+        return self._fp32(operation, below, args, kwargs)
+
     def _fp32_output(self, operation, below, args, kwargs):
         position = _position_of_dtype(operation)
         asked = args[position] if len(args) > position else kwargs.get("dtype")
         with _ExcludeDispatchKeyGuard(self.off):
-            if asked is None and self._eligible(args[0]):
-                return operation(*args[:position], **{**kwargs, "dtype": torch.float32})
-            return operation(*args, **kwargs)
+            if (asked is not None and asked not in LOWER) or not self._eligible(args[0]):
+                return operation(*args, **kwargs)
+            result = operation(*args[:position], **{**kwargs, "dtype": torch.float32})
+            return result if asked is None else result.to(asked)  # as on a GPU; a CPU's kernels round in between, too
 
     def _fp32_appended(self, operation, below, args, kwargs):
         x, *rest = args
