@@ -1,4 +1,4 @@
-"""Products left to torch's own autocast kernels: the same bits, in whatever order a process meets regions."""
+"""What is left to torch's own autocast kernels: the same bits, in whatever order a process meets regions."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mptrain.precision import hardware
+from mptrain.precision import hardware, policy
 from mptrain.precision.modes import Precision
 
 native = pytest.mark.skipif(not hardware.cpu_has_bfloat16(), reason="this CPU has no BF16 kernels")
@@ -46,7 +46,7 @@ def trained(name, forward_only, recomputed=False):
     with arithmetic:
         with torch.no_grad():
             model.conv(x)
-        loss = F.cross_entropy(model(x, recomputed), y)
+        loss = F.cross_entropy(model(x, recomputed).float(), y)
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
@@ -69,7 +69,7 @@ def test_products_stay_in_cpp_until_another_region_needs_a_stop(tmp_path):
         "from mptrain.precision import dispatch\n"
         "found = [trained('bf16', True), trained('bf16', True, True)]\n"
         "names = {name for _, name in dispatch._installed}\n"
-        "assert 'linear' not in names and 'conv2d.padding' not in names and 'softmax.int' in names, names\n"
+        "assert not names & {'linear', 'conv2d.padding', 'cross_entropy_loss'} and 'softmax.int' in names, names\n"
         "trained('fp16', True)\n"
         "assert ('cpu', 'linear') in dispatch._installed\n"
         "found += [trained('bf16', True), trained('bf16', False)]\n"
@@ -80,6 +80,44 @@ def test_products_stay_in_cpp_until_another_region_needs_a_stop(tmp_path):
     for other in others:
         for a, b in zip(first, other, strict=True):
             assert torch.equal(a, b)
+
+
+LOSSES = {
+    "binary_cross_entropy_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "cosine_embedding_loss": lambda x, y: F.cosine_embedding_loss(x, y, torch.ones(len(x))),
+    "cross_entropy_loss": lambda x, y: F.cross_entropy(x.float(), y.argmax(1), label_smoothing=0.1),
+    "hinge_embedding_loss": lambda x, y: F.hinge_embedding_loss(x, torch.ones_like(x)),
+    "huber_loss": F.huber_loss,
+    "kl_div": lambda x, y: F.kl_div(x, y.sigmoid(), reduction="batchmean"),
+    "l1_loss": F.l1_loss,
+    "margin_ranking_loss": lambda x, y: F.margin_ranking_loss(x, y, torch.ones_like(x)),
+    "mse_loss": F.mse_loss,
+    "multi_margin_loss": lambda x, y: F.multi_margin_loss(x, y.argmax(1)),
+    "multilabel_margin_loss": lambda x, y: F.multilabel_margin_loss(x, y.argsort(1)),
+    "nll_loss": lambda x, y: F.nll_loss(x, y.argmax(1)),
+    "nll_loss2d": lambda x, y: F.nll_loss(x[:, :, None, None], y.argmax(1)[:, None, None]),
+    "poisson_nll_loss": lambda x, y: F.poisson_nll_loss(x, y.sigmoid()),
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "soft_margin_loss": lambda x, y: F.soft_margin_loss(x, torch.ones_like(x)),
+    "triplet_margin_loss": lambda x, y: F.triplet_margin_loss(x, y, -y),
+}
+
+
+@native
+@pytest.mark.parametrize("name", policy.CPU_AUTOCAST_FP32_TOO)
+def test_losses_of_torch_are_those_of_cuda(name):
+    """Of 16-bit numbers: in FP32, and the same bits as by our kernels, the gradient's too."""
+    x, y = torch.randn(4, 5).bfloat16(), torch.randn(4, 5).bfloat16()
+    found = []
+    for forward_only in (False, True):
+        arithmetic, leaf = Precision.load("bf16").arithmetic(forward_only=forward_only), x.clone().requires_grad_()
+        assert (name in arithmetic.left_to_torch) is forward_only
+        with arithmetic:
+            loss = LOSSES[name](leaf, y)
+        loss.backward()
+        found.append((loss.detach(), leaf.grad))
+        assert loss.dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @native

@@ -47,9 +47,10 @@ class Arithmetic(AbstractContextManager):
     keep_fp32: operations by base name ("softmax", "conv2d", "lstm") that stay in FP32.
     counter: counts what rounding to 16 bits does to every product; None counts nothing and costs nothing.
     fp8: "native" or "emulated" computes `linear` in FP8 where its sizes allow it, and counts that rounding instead.
-    forward_only: regions hold forward passes only, in which no parameter changes and no derivative is taken. Products
-        that torch's autocast computes the same on a CPU then stay in C++, with copies of parameters of their own; if
-        the promise is broken, they are as torch's are.
+    forward_only: regions hold forward passes only, in which no parameter changes and no derivative is taken. What
+        torch's autocast computes the same on a CPU that multiplies BF16 itself then stays in C++: products, with copies
+        of parameters of their own, and losses, of which cross_entropy is FP32 even of 16-bit logits. If the promise is
+        broken, they are as torch's are.
     """
 
     def __init__(
@@ -74,7 +75,10 @@ class Arithmetic(AbstractContextManager):
         self.off = DispatchKeySet(dispatch.KEY[device_type])
         self.handlers = self._handlers(keep_fp32)
         self.by_torch = {n for n in policy.CPU_AUTOCAST_TOO if self.handlers.get(n) == self._cast}
-        self.left_to_torch = self.by_torch if forward_only else set()
+        self.left_to_torch: set[str] = set()
+        if forward_only and self.by_torch:
+            losses = {n for n in policy.CPU_AUTOCAST_FP32_TOO if policy.base_name(n) not in keep_fp32}
+            self.left_to_torch = (self.by_torch | losses) & dispatch.of_torch(device_type)
         self.torch_caches = bool(self.left_to_torch) or (device_type == "cuda" and not emulated)
         """whether torch's kernels take products, and so keep the copies of most parameters"""
         native = device_type == "cuda" and not emulated and fp8 is None and not keep_fp32

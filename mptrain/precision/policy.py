@@ -83,6 +83,14 @@ CPU_AUTOCAST_TOO = frozenset({
 """Products whose inputs torch's own CPU autocast casts as CUDA's does."""
 
 
+CPU_AUTOCAST_FP32_TOO = frozenset({
+    "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy_loss", "hinge_embedding_loss",
+    "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss",
+    "nll_loss", "nll_loss2d", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss",
+})  # fmt: skip
+"""Losses that torch's own CPU autocast takes to FP32 as CUDA's does, cross_entropy_loss of FP32 logits."""
+
+
 def base_name(operation: str) -> str:
     """`softmax.int` -> `softmax`: the name users write in `keep_fp32`."""
     return operation.partition(".")[0]
