@@ -2,19 +2,17 @@
 
     python scripts/benchmark_watch.py [--recipes resnet,language] [--precisions fp32,fp16] [--every 10] [--blocks 5]
 
-One network is trained; blocks of N steps of each way alternate in one process, with TensorBoard's files written.
-Printed are the medians over blocks of the ratios within a round, in processor and in wall seconds. The usual hooks are
+One network is trained, each step of a block of N in every way, with TensorBoard's files written. Printed are the
+medians over blocks of the ratios within a block, in processor and in wall seconds. The usual hooks are
 what people write first: least, largest and mean value of every output, gradient of an output and weight gradient of
 every module that owns parameters, each fetched by `.item()`; they count and bin nothing. Then more and more layers are
-watched: what one collection adds to a step. A collection is a fiftieth of a block, less than blocks differ by on a busy
-machine; single steps, many of them, tell more of it.
+watched: what one collection adds to a step.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,13 +64,6 @@ class Subject:
             self.step()
         self.run.recent.clear()
 
-    def watched(self, steps: int) -> None:
-        """The last step is looked at, whatever number it has."""
-        for _ in range(steps - 1):
-            self.step()
-        self.look(len(self.watch.names))
-        self.run.recent.clear()
-
     def look(self, layers: int) -> None:
         """One step in which so many layers are looked at."""
         names = self.watch.names
@@ -86,16 +77,12 @@ class Subject:
         if self.watch.store is not None:
             self.watch.store.waiting.clear()
 
-    def hooked(self, steps: int, looks: int) -> None:
-        """With the usual hooks in so many of the steps."""
+    def hooked(self) -> None:
+        """One step with the usual hooks."""
         handles = list(usual_hooks(self.run.models, self.seen))
-        for number in range(steps):
-            if number == looks:
-                remove(handles)
-            self.step()
+        self.step()
         remove(handles)
         self.seen.clear()
-        self.run.recent.clear()
 
 
 def remove(handles: list[Any]) -> None:
@@ -127,30 +114,33 @@ def usual_hooks(models: dict[str, nn.Module], seen: list[float]) -> Iterator[Any
 
 
 def ratios(subject: Subject, every: int, blocks: int) -> Iterator[list[str]]:
+    """All ways side by side, step by step: what else the machine does meets all of them alike."""
+    last, whole = every - 1, len(subject.watch.names)
     ways: dict[str, Callable[[int], None]] = {
-        "unwatched": subject.plain,
-        f"watched every {every}": subject.watched,
-        f"usual hooks every {every}": lambda steps: subject.hooked(steps, 1),
-        "usual hooks every step": lambda steps: subject.hooked(steps, steps),
+        "unwatched": lambda at: subject.step(),
+        f"watched every {every}": lambda at: subject.look(whole) if at == last else subject.step(),
+        f"usual hooks every {every}": lambda at: subject.hooked() if at == last else subject.step(),
+        "usual hooks every step": lambda at: subject.hooked(),
     }
-    walls: dict[str, list[float]] = defaultdict(list)
-
-    def on_the_wall(name: str) -> Callable[[int], None]:
-        def run(steps: int) -> None:
-            start = time.perf_counter()
-            ways[name](steps)
-            walls[name].append(time.perf_counter() - start)
-
-        return run
-
-    loops = {name: benchmarking.timed(on_the_wall(name)) for name in ways}
-    times = benchmarking.alternate(loops, every, blocks)
-    plain = times["unwatched"]
-    subject.milliseconds = Spread.of(plain).median * 1e3
-    for name in list(ways)[1:]:
-        processor = benchmarking.ratio(times[name], plain).cells()
-        wall = benchmarking.ratio(walls[name][1:], walls["unwatched"][1:]).cells()
-        yield [f"{Spread.of(plain).median * 1e3:.1f} ms", name, *processor, *wall]
+    clocks = benchmarking.clock(), time.perf_counter
+    blocks_of: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for block in range(blocks + 1):
+        spent = {name: [0.0 for _ in clocks] for name in ways}
+        for at in range(every):
+            for name in list(ways)[:: 1 if at % 2 else -1]:
+                begun = [now() for now in clocks]
+                ways[name](at)
+                spent[name] = [s + now() - b for s, now, b in zip(spent[name], clocks, begun, strict=True)]
+        subject.run.recent.clear()
+        if block:  # the first warms up
+            for name, seconds in spent.items():
+                blocks_of[name].append(seconds)
+    times = {name: list(zip(*found, strict=True)) for name, found in blocks_of.items()}
+    plain = times.pop("unwatched")
+    subject.milliseconds = Spread.of(plain[0]).median / every * 1e3
+    for name, found in times.items():
+        cells = (benchmarking.ratio(mine, base).cells() for mine, base in zip(found, plain, strict=True))
+        yield [f"{subject.milliseconds:.1f} ms", name, *next(cells), *next(cells)]
 
 
 def growth(subject: Subject, every: int, rounds: int) -> Iterator[list[str]]:
@@ -198,8 +188,9 @@ def main() -> None:
                 third.append(f"{recipe}, {precision}, unwatched: {limit}.")
                 subject.progress.__exit__(None)
     about = (
-        f"Ratios to an unwatched block of {options.every} steps in the same round; medians of {options.blocks} rounds, "
-        "with quartiles. Ends and norms are of every element, counts of about 8,192 of a larger tensor "
+        f"Ratios to an unwatched block of {options.every} steps, each of which was taken in every way in turn; medians "
+        f"of {options.blocks} blocks, with quartiles. Ends and norms are of every element, counts of about 8,192 of a "
+        "larger tensor "
         "(`watch.sample`; null: of all). The usual hooks fetch three numbers of each tensor."
     )
     header = ["run", "unwatched step", "", "ratio", "quartiles", "ratio (wall)", "quartiles"]

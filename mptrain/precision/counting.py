@@ -62,6 +62,20 @@ def _on_cpu(before: Tensor, after: Tensor) -> list[int]:
     return [len(before), zero, zero_after - zero, small - zero_after, lost - lost_before, lost_before]
 
 
+def _together(rows: list[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
+    """The same of rows of FP32 numbers that are yet to be rounded, in one walk through all of them."""
+    normal, infinity = BITS[dtype]
+    values = torch.cat(rows)
+    bits = values.to(dtype).view(torch.int16).bitwise_and_(0x7FFF).numpy()
+    kinds = [values.numpy() == 0, bits == 0, bits < normal, bits >= infinity, ~np.isfinite(values.numpy())]
+    start = 0
+    for row in rows:
+        end = start + len(row)
+        zero, zero_after, small, lost, lost_before = (int(np.count_nonzero(kind[start:end])) for kind in kinds)
+        yield [end - start, zero, zero_after - zero, small - zero_after, lost - lost_before, lost_before]
+        start = end
+
+
 def _sampled(before: Tensor, after: Tensor, sample: int | None) -> tuple[Tensor, Tensor]:
     """About so many pairs of a larger tensor."""
     if sample is None or before.numel() <= sample:
@@ -110,12 +124,14 @@ class Counter:
         if self._keeps(before, after):
             assert self.shelf is not None
             part = runs(flat(before), self.sample)
-            self._kept.append((key, self.shelf.take(part.numel()).view(part.shape).copy_(part), after.dtype))
+            kept = self.shelf.take(part.numel())
+            kept.view(part.shape).copy_(part)
+            self._kept.append((key, kept, after.dtype))
         else:
-            self._take(key, *_sampled(before, after, self.sample))
+            before, after = _sampled(before, after, self.sample)
+            self._take(key, before, count(before, after))
 
-    def _take(self, key: tuple[str, str], before: Tensor, after: Tensor) -> None:
-        counted = count(before, after)
+    def _take(self, key: tuple[str, str], before: Tensor, counted: Tensor) -> None:
         self.totals[key] = self.totals[key] + counted
         if self.shelf is not None and before.device.type == "cpu" and counted[FLUSHED]:
             found = self._lossy.setdefault(key, np.zeros(256, dtype=np.int64))
@@ -137,9 +153,10 @@ class Counter:
 
     def settle(self) -> None:
         """Brings `totals` up to date."""
-        for key, before, dtype in self._kept:
-            before = before.view(-1)
-            self._take(key, before, before.to(dtype))
+        for dtype in {dtype for *_, dtype in self._kept}:
+            kept = [(key, before) for key, before, mine in self._kept if mine == dtype]
+            for (key, before), counted in zip(kept, _together([b for _, b in kept], dtype), strict=True):
+                self._take(key, before, torch.tensor(counted))
         self._kept.clear()
 
     def table(self) -> list[dict]:

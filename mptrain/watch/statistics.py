@@ -166,8 +166,9 @@ def _on_cpu(whole: Tensor, part: Tensor, shelf: Shelf | None) -> Kept | Statisti
         return Kept(whole.numel(), _room(part.numel(), shelf).copy_(part), ends, norm(whole))
     if (found := sweep(part.contiguous())) is None:
         return None
-    statistics = _of_sweep(part.numel(), found)
-    return statistics if ends is None else _of_all(statistics, whole.numel(), ends, norm(whole))
+    if ends is None:
+        return _of_sweep(part.numel(), found)
+    return _of_sweep(part.numel(), found, whole.numel(), ends, norm(whole))
 
 
 def _room(count: int, shelf: Shelf | None) -> Tensor:
@@ -177,10 +178,6 @@ def _room(count: int, shelf: Shelf | None) -> Tensor:
 def _keeps(tensor: Tensor) -> bool:
     """Whether FP32 holds all its numbers, in the host's memory."""
     return tensor.device.type == "cpu" and tensor.dtype in NARROW and tensor.layout == torch.strided
-
-
-def _of_all(sampled: Statistics, count: int, ends: tuple[float, float], norm: float) -> Statistics:
-    return replace(sampled, count=count, min=ends[0], max=ends[1], norm=norm)
 
 
 LANES = 64
@@ -241,21 +238,25 @@ def fetch(rows: Sequence[Measured], others: Sequence[Tensor]) -> tuple[list[Stat
 
 def _of_kept(row: Kept, found: Sweep | None) -> Statistics:
     if found is not None:
-        part = _of_sweep(row.part.numel(), found)
-    else:
-        careful = _row(row.part, row.part)
-        part = _of_row(careful, careful.values.tolist())
-    return part if row.ends is None else _of_all(part, row.count, row.ends, row.norm)
+        if row.ends is None:
+            return _of_sweep(row.count, found)
+        return _of_sweep(row.part.numel(), found, row.count, row.ends, row.norm)
+    careful = _row(row.part, row.part)
+    part = _of_row(careful, careful.values.tolist())
+    return part if row.ends is None else replace(part, count=row.count, min=row.ends[0], max=row.ends[1], norm=row.norm)
 
 
-def _of_sweep(count: int, found: Sweep) -> Statistics:
+def _of_sweep(
+    count: int, found: Sweep, whole: int | None = None, ends: tuple[float, float] | None = None, norm: float = 0.0
+) -> Statistics:
+    """Of `count` numbers; they may be the sample of a `whole` with these ends and norm."""
     histogram = Histogram(found.exponents, found.zero)
     return Statistics(
-        count=count,
+        count=count if whole is None else whole,
         sampled=count,
-        norm=math.sqrt(found.square),
-        min=found.low,
-        max=found.high,
+        norm=math.sqrt(found.square) if ends is None else norm,
+        min=found.low if ends is None else ends[0],
+        max=found.high if ends is None else ends[1],
         mean=found.total / count,
         abs_mean=found.abs_total / count,
         std=found.apart / math.sqrt(count),
