@@ -74,3 +74,14 @@ def test_missing_files(tmp_path):
         lm1b.read(tmp_path, 20)
     with pytest.raises(UserError, match="is no folder"):
         lm1b.read(tmp_path / "nowhere", 20)
+
+
+def test_numbered_text_of_another_run_is_not_entered(tmp_path, monkeypatch):
+    """It may be gone in the next moment."""
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training" / "one").write_text("the cat\n")
+    (tmp_path / ".mptrain-unfinished-1").mkdir()
+    entered, scan = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: entered.append(str(path)) or scan(path))
+    assert lm1b.files(tmp_path, "train") == [tmp_path / "training" / "one"]
+    assert entered == [str(tmp_path), str(tmp_path / "training")]

@@ -25,6 +25,9 @@ from mptrain.errors import UserError
 
 HUB = {"path": "billion-word-benchmark/lm1b", "data_dir": "plain_text", "revision": "refs/convert/parquet"}
 
+KEPT = ".mptrain-"
+"""What the folders of numbered text are called by."""
+
 Sentences = Callable[[], Iterable[str]]
 
 log = logging.getLogger(__name__)
@@ -48,8 +51,11 @@ def read(folder: Path | None, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
 
 def files(folder: Path, *prefixes: str) -> list[Path]:
     """Files whose path inside the folder begins with one of the prefixes, in order of their names."""
-    found = (file for file in folder.rglob("*") if file.is_file() and file.name != "vocabulary.txt")
-    return sorted(file for file in found if str(file.relative_to(folder)).startswith(prefixes))
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = (name for name in folders if not name.startswith(KEPT))  # another run may just move it
+        found += (Path(place, name) for name in names if name != "vocabulary.txt")
+    return sorted(file for file in found if str(file.relative_to(folder)).startswith(prefixes) and file.is_file())
 
 
 def lines(paths: list[Path]) -> Iterator[str]:
@@ -86,10 +92,10 @@ def numbered(
     place: Path, stamp: str, size: int, train: Sentences, test: Sentences, listed: Path | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reads the numbers kept under this stamp; writes them first if there are none, whole or not at all."""
-    kept = place / f".mptrain-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
+    kept = place / f"{KEPT}{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
     if not kept.is_dir():
         place.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place, prefix=".mptrain-unfinished-") as building:
+        with tempfile.TemporaryDirectory(dir=place, prefix=f"{KEPT}unfinished-") as building:
             log.info("numbering the words of lm1b, once; they are kept in %s", kept)
             vocabulary = Vocabulary(ranks(listed, size) if listed else counts(train()), size)
             vocabulary.numbers["</s>"] = END
