@@ -190,8 +190,7 @@ def main() -> None:
     about = (
         f"Ratios to an unwatched block of {options.every} steps, each of which was taken in every way in turn; medians "
         f"of {options.blocks} blocks, with quartiles. Ends and norms are of every element, counts of about 8,192 of a "
-        "larger tensor "
-        "(`watch.sample`; null: of all). The usual hooks fetch three numbers of each tensor."
+        "larger tensor (`watch.sample`; null: of all). The usual hooks fetch three numbers of each tensor."
     )
     header = ["run", "unwatched step", "", "ratio", "quartiles", "ratio (wall)", "quartiles"]
     parts = [

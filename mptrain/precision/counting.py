@@ -59,7 +59,12 @@ def _on_cpu(before: Tensor, after: Tensor) -> list[int]:
         zero += how_many(np.equal, values, 0)
         if lost:
             lost_before += len(values) - int(np.count_nonzero(np.isfinite(values)))
-    return [len(before), zero, zero_after - zero, small - zero_after, lost - lost_before, lost_before]
+    return _changes(len(before), zero, zero_after, small, lost, lost_before)
+
+
+def _changes(values: int, zero: int, zero_after: int, small: int, lost: int, lost_before: int) -> list[int]:
+    """KINDS, from counts before and after rounding; small: after, below the smallest normal, zeros included."""
+    return [values, zero, zero_after - zero, small - zero_after, lost - lost_before, lost_before]
 
 
 def _together(rows: list[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
@@ -71,8 +76,7 @@ def _together(rows: list[Tensor], dtype: torch.dtype) -> Iterator[list[int]]:
     start = 0
     for row in rows:
         end = start + len(row)
-        zero, zero_after, small, lost, lost_before = (int(np.count_nonzero(kind[start:end])) for kind in kinds)
-        yield [end - start, zero, zero_after - zero, small - zero_after, lost - lost_before, lost_before]
+        yield _changes(end - start, *(int(np.count_nonzero(kind[start:end])) for kind in kinds))
         start = end
 
 

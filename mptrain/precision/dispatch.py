@@ -187,15 +187,15 @@ def install(device_type: str, handlers: dict[str, Handler], left_to_torch: set[s
     with _lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # older torch, of replaced kernels
         if not _libraries:
-            fast_paths.leave_where(lambda: any(region.arithmetic.handlers for region in state.regions[-1:]))
+            fast_paths.leave_where(lambda: (found := innermost()) is not None and bool(found.handlers))
         library = _libraries.setdefault(device_type, torch.library.Library("aten", "IMPL"))
-        names = set(handlers) | (of_torch(device_type) if device_type == "cpu" else set())
+        registered = of_torch(device_type)
+        names = set(handlers) | (registered if device_type == "cpu" else set())
         for name in sorted(names - left_to_torch):
             if (device_type, name) in _installed:
                 continue
             if (operation := overload(name)) is not None:
-                has = name in of_torch(device_type)
-                original = torch.library.get_kernel(f"aten::{name}", key.name) if has else None
+                original = torch.library.get_kernel(f"aten::{name}", key.name) if name in registered else None
                 library.impl(name, _kernel(name, operation, original, device_type), key.name, with_keyset=True)
             _installed.add((device_type, name))
 

@@ -15,6 +15,7 @@ from torch.nn.modules import module as every_module
 from torch.optim import Optimizer
 
 from mptrain.precision.blocks import every, flat
+from mptrain.precision.dispatch import LOWER
 from mptrain.watch.modules import compiled, tensors
 from mptrain.watch.native import Native
 from mptrain.watch.products import Products, may_be_native
@@ -116,7 +117,7 @@ class Collection:
         if not self._looks(layer):
             return
         given = tensors(inputs)
-        if self.native is not None and self.native.on:
+        if self.native is not None:
             self.native.look(given, None)
         for tensor in given:
             self._add(layer, "input", "", tensor)
@@ -125,7 +126,7 @@ class Collection:
         if (layer := self.watch.names.get(module)) is None or not self._looks(layer):
             return
         made = tensors(output)
-        if self.native is not None and self.native.on:
+        if self.native is not None:
             self.native.look(made, layer)
         for tensor in made:
             self._add(layer, "output", "", tensor)
@@ -142,9 +143,10 @@ class Collection:
         """
         if self.muted or not torch.is_grad_enabled():
             return False
-        if torch._C._current_graph_task_id() == -1:
+        first = torch._C._current_graph_task_id() == -1
+        if first:
             self.forward.add(layer)
-        return torch._C._current_graph_task_id() == -1 or layer not in self.forward
+        return first or layer not in self.forward
 
     def _gradient(self, p: nn.Parameter) -> None:
         if self.muted:
@@ -162,7 +164,7 @@ class Collection:
             self.watch.scaler, self.scale = scaler, scale_of(scaler)
         for p, mine in updated(self.watch, optimizer, self.parameters):
             self.closed.add(mine)
-            low = mine.dtype in (torch.float16, torch.bfloat16) and (p is mine or self.watch.rounded_updates)
+            low = mine.dtype in LOWER and (p is mine or self.watch.rounded_updates)
             full = mine.dtype == torch.float32 and p is mine
             if (low or full) and (gradient := p.grad) is not None and not gradient.is_sparse:
                 moving = every(flat(gradient), self.watch.sample) != 0

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from mptrain.precision.counting import Counter
+from mptrain.precision.dispatch import LOWER
 from mptrain.precision.graph import leaf
 from mptrain.watch.statistics import Measured, measure
 
-LOW = (torch.float16, torch.bfloat16)
 MARK = "mptrain.watch"
 MATRICES = {
     "AddmmBackward": ("_saved_mat1", "_saved_mat2", 1),
@@ -49,14 +49,14 @@ class Native:
 
     def look(self, made: Iterable[Tensor], layer: str | None) -> None:
         """Attends to the products that led to these tensors; those of no layer's parameters belong to `layer`."""
-        waiting = [t.grad_fn for t in made if t.grad_fn is not None]
+        waiting = [t.grad_fn for t in made if t.grad_fn is not None] if self.on else []
         while waiting:
             node: Any = waiting.pop()
             if node is None or hasattr(node, "variable") or MARK in (notes := node.metadata):
                 continue
             notes[MARK] = True
             waiting += [child for child, _ in node.next_functions]
-            if node.name().startswith((*MATRICES, CONVOLUTION)) and node._input_metadata[0].dtype in LOW:
+            if node.name().startswith((*MATRICES, CONVOLUTION)) and node._input_metadata[0].dtype in LOWER:
                 self._attend(node, layer)
 
     def _attend(self, node: Any, layer: str | None) -> None:

@@ -166,9 +166,7 @@ def _on_cpu(whole: Tensor, part: Tensor, shelf: Shelf | None) -> Kept | Statisti
         return Kept(whole.numel(), _room(part.numel(), shelf).copy_(part), ends, norm(whole))
     if (found := sweep(part.contiguous())) is None:
         return None
-    if ends is None:
-        return _of_sweep(part.numel(), found)
-    return _of_sweep(part.numel(), found, whole.numel(), ends, norm(whole))
+    return _of_sweep(part.numel(), found, whole.numel(), ends, 0.0 if ends is None else norm(whole))
 
 
 def _room(count: int, shelf: Shelf | None) -> Tensor:
@@ -238,28 +236,24 @@ def fetch(rows: Sequence[Measured], others: Sequence[Tensor]) -> tuple[list[Stat
 
 def _of_kept(row: Kept, found: Sweep | None) -> Statistics:
     if found is not None:
-        if row.ends is None:
-            return _of_sweep(row.count, found)
         return _of_sweep(row.part.numel(), found, row.count, row.ends, row.norm)
     careful = _row(row.part, row.part)
     part = _of_row(careful, careful.values.tolist())
     return part if row.ends is None else replace(part, count=row.count, min=row.ends[0], max=row.ends[1], norm=row.norm)
 
 
-def _of_sweep(
-    count: int, found: Sweep, whole: int | None = None, ends: tuple[float, float] | None = None, norm: float = 0.0
-) -> Statistics:
-    """Of `count` numbers; they may be the sample of a `whole` with these ends and norm."""
+def _of_sweep(sampled: int, found: Sweep, count: int, ends: tuple[float, float] | None, norm: float) -> Statistics:
+    """Of so many numbers out of `count`, whose ends and norm are these, where it is not all of them."""
     histogram = Histogram(found.exponents, found.zero)
     return Statistics(
-        count=count if whole is None else whole,
-        sampled=count,
+        count=count,
+        sampled=sampled,
         norm=math.sqrt(found.square) if ends is None else norm,
         min=found.low if ends is None else ends[0],
         max=found.high if ends is None else ends[1],
-        mean=found.total / count,
-        abs_mean=found.abs_total / count,
-        std=found.apart / math.sqrt(count),
+        mean=found.total / sampled,
+        abs_mean=found.abs_total / sampled,
+        std=found.apart / math.sqrt(sampled),
         zero=found.zero,
         subnormal=histogram.below(SUBNORMAL_BELOW),
         below=histogram.below(FLUSHED_BELOW) + found.tie,
